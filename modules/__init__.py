@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         StoppedChain,
         StoppingRule,
     )
-    from .policies.trees import Chain, DySpecTree, Eagle2Tree, SampledTree, StaticTree
+    from .policies.trees import BeamTree, Chain, DySpecTree, Eagle2Tree, SampledTree, StaticTree
     from .target.adapter import Adapter
     from .target.loading.loading import DEFAULT_NAME, TargetConfig, load_target
     from .target.loading.model_parts import TargetIdentity
@@ -70,7 +70,7 @@ else:
 __all__ = [
     "BASELINES", "DEFAULT_NAME", "DRAFTERS", "FASTEST", "JOINED", "NONE", "PARTNERS", "POLICIES",
     "SIZING_TEMPERATURE", "SPARSE", "SPECDEC", "STATIC", "Acceptance", "AcceptanceHead", "AcceptanceHeadConfig",
-    "Accepted", "Adapter", "BlockDraft", "BlockDraftConfig", "Chain", "Chances", "CostCurve", "CostTable",
+    "Accepted", "Adapter", "BeamTree", "BlockDraft", "BlockDraftConfig", "Chain", "Chances", "CostCurve", "CostTable",
     "Counted", "DecodeError", "DecodeResult", "DecodeSettings", "DecodeStats", "DraftLM", "DraftLMConfig",
     "DraftState", "Drafted", "Drafter", "Drafts", "Drawn", "Draws", "DySpecTree", "Eagle", "Eagle2Tree", "Eagle3",
     "Eagle3Config", "EagleConfig", "Ensemble", "Equality", "Examples", "Falcon", "FalconConfig", "Features",

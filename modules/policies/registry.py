@@ -2,6 +2,7 @@
 
 A name is a kind, with a number after a hyphen where it takes one: `static`, `static-16`, `chain-3`, `sure-0.3`."""
 
+import math
 from collections.abc import Sequence
 
 from ..errors import UserError
@@ -10,7 +11,7 @@ from ..token_tree import Topology
 from .base import Policy
 from .lookahead_trees import LookaheadTrees, ahead_trees
 from .stopping_chains import EarlyExit, JudgedPath, MaxProbability, PaidGuesses, PathProbability, StoppedChain
-from .trees import DySpecTree, Eagle2Tree, SampledTree, StaticTree
+from .trees import BeamTree, DySpecTree, Eagle2Tree, SampledTree, StaticTree
 
 FASTEST = "fastest"  # The default: an artifact's static, static+lookup or none, by its measurements
 STATIC = "static"  # The kind that an artifact was tuned for
@@ -29,6 +30,7 @@ _LEAST = {
     "chain": 1,  # Its likeliest N tokens
     "sampled": 1, "sampled-chain": 1,  # The tree and the chain with sampled tokens (RSD-C, arXiv:2402.14160)
     "eagle2": 2, "dyspec": 2,  # EAGLE-2's and DySpec's growing trees of N nodes (arXiv:2406.16858, 2410.11744)
+    "beam": 2,  # The likeliest or luckiest sequences of each level, N nodes in all (RSD-S, arXiv:2402.14160)
     "stopping": 1,  # A chain of at most N tokens that ends before the first unsure token,
     "early-exit": 1,  # or after it where the drafter's own limits say so (Kangaroo, arXiv:2404.18911)
     SPARSE: 2,  # Trees of N nodes, virtual ones included, for each number of guesses of a row (PPD, arXiv:2405.18628)
@@ -108,6 +110,10 @@ def policy_named(name: str, topology: Topology, drafter: Proposer, seconds: Sequ
                                   else JudgedPath(drafter.judge, share))
         case "eagle2" | "dyspec":
             policy = {"eagle2": Eagle2Tree, "dyspec": DySpecTree}[kind](nodes, depth)
+        case "beam":
+            # Wider beams before deeper ones, but few: 3 of 16 nodes, 10 of 64.
+            depth = min(depth, nodes - 1, 1 + math.isqrt(nodes - 1))
+            policy = BeamTree((nodes - 1) // depth, depth)
         case "sparse":
             if (chances_KR := drafter.rank_chances) is None:
                 raise UserError(f"the policy {SPARSE} needs a drafter with virtual nodes, whose guesses were counted "

@@ -1,5 +1,5 @@
 """Trees of a fixed shape, the same topology in every pass, of the drafter's likeliest tokens or sampled from its q; and
-trees that grow where the drafter is confident: EAGLE-2's frontier and rerank, and DySpec's greedy expansion.
+trees that grow where the drafter is confident: EAGLE-2's frontier and rerank, DySpec's greedy expansion, and beams.
 
 Those that grow record more candidates than they keep. What EAGLE-2 keeps depends on the kept tokens' own probabilities,
 which is harmless for point masses and biased for samples; DySpec ranks the places where a sample is to be drawn, before
@@ -315,3 +315,76 @@ class DySpecTree(Eagle2Tree):
         places_BFK = torch.where(log_q_BFK > -torch.inf, places_BFK, -torch.inf)
         values_BFK = torch.minimum(values_BF[..., None] + log_q_BFK, places_BFK)
         return entries_BFK, values_BFK, places_BFK
+
+
+class BeamTree(Policy):
+    """The `width` best sequences of each level by stochastic beam search (RSD-S, arXiv:2402.14160, algorithm 5), all of
+    them verified.
+
+    A path has its log-probability and a value, the Gumbel noise of all that it leads to. The values of its children are
+    their noisy log-probabilities, shifted so that the largest equals the path's own (arXiv:1903.06059, section 4.1). Of
+    all children of a level the largest values stay, siblings in descending order: given the values, the token of the
+    next one is distributed as q without those before it, so that the samples are valid for recursive rejection. Greedy
+    rows keep their likeliest paths. A draft's temperature of None takes each row's own. Raises ValueError if a number
+    is too small."""
+
+    samples = True
+
+    def __init__(self, width: int = 8, depth: int = 6, temperature: float | None = None) -> None:
+        if min(width, depth) < 1:
+            raise ValueError(f"width and depth must be at least 1, got {width} and {depth}")
+        check_temperature(temperature)
+        self.width, self.depth, self.temperature = width, depth, temperature
+        self.max_size = 1 + width * depth
+
+    def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
+        queries, depth = LevelQueries(drafter, state), min(self.depth, drafter.reach or self.depth)
+        log_q, candidates, inner = list[Tensor](), list[Tensor](), list[Tensor]()
+        tokens_BF, nodes_BF = roots_B[:, None], torch.zeros_like(roots_B)[:, None]
+        parents_BF, above_BF = nodes_BF - 1, None
+        paths_BF = values_BF = nodes_BF.double()
+        levels = [(tokens_BF, parents_BF, values_BF)]
+        for _ in range(depth):
+            log_q_BOQ, origin_BF = queries.ask(Frontier(nodes_BF=nodes_BF, parents_BF=parents_BF, tokens_BF=tokens_BF),
+                                               above_BF)
+            log_q_BOQ = log_q_BOQ.clamp(max=0) if draws is None else tempered(log_q_BOQ, self.temperature, draws)
+            inner.append(origin_BF + sum(part.shape[1] for part in log_q))
+            log_q.append(log_q_BOQ)
+            candidates += [] if queries.candidates_BOQ is None else [queries.candidates_BOQ]
+            entries_BFK, paths_BFK, values_BFK = self._children(spread(log_q_BOQ, origin_BF), nodes_BF, paths_BF,
+                                                                values_BF, draws)
+            # Equal values stay in the order of the noise.
+            order_BC = values_BFK.flatten(1).sort(descending=True, stable=True).indices[:, : self.width]
+            above_BF = order_BC // values_BFK.shape[2]
+            parents_BF = nodes_BF.gather(1, above_BF)
+            tokens_BF, paths_BF, values_BF = (of_BFK.flatten(1).gather(1, order_BC) for of_BFK in (
+                queries.tokens(entries_BFK), paths_BFK, values_BFK))
+            first = sum(tokens.shape[1] for tokens, *_ in levels)
+            nodes_BF = torch.arange(first, first + tokens_BF.shape[1], device=roots_B.device).expand_as(tokens_BF)
+            levels.append((tokens_BF, parents_BF, values_BF))
+        tokens_BN, parents_BN, values_BN = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
+        drawn = None
+        if draws is not None:
+            # Nodes of the last level have no children.
+            inner_BN = pad(torch.cat(inner, dim=1), (0, tokens_BF.shape[1]))
+            drawn = Drawn(log_q_BIQ=torch.cat(log_q, dim=1), inner_BN=inner_BN,
+                          sampled_BN=draws.sampling_B[:, None].expand_as(tokens_BN), token_ids_Q=queries.token_ids_Q,
+                          candidates_BIQ=torch.cat(candidates, dim=1) if candidates else None)
+        return TokenTree.grown(tokens_BN, parents_BN, values_BN > -torch.inf, max_depth=depth,
+                               most_children=self.width, drawn=drawn)
+
+    def _children(self, log_q_BFQ: Tensor, nodes_BF: Tensor, paths_BF: Tensor, values_BF: Tensor,
+                  draws: Draws | None) -> tuple[Tensor, Tensor, Tensor]:
+        """(entries, log-probabilities of the paths, values) of each node's children of the greatest noise, [B, F, K]
+        each, float64."""
+        noisy_BFQ = log_q_BFQ.double()
+        if draws is not None:
+            noisy_BFQ = noisy_BFQ + draws.gumbels(nodes_BF, log_q_BFQ.shape[-1]) * draws.sampling_B[:, None, None]
+        best = noisy_BFQ.topk(min(self.width, log_q_BFQ.shape[-1]), dim=-1)
+        paths_BFK = paths_BF[..., None] + log_q_BFQ.gather(2, best.indices)
+        noisy_BFK, above_BF1 = paths_BF[..., None] + best.values, values_BF[..., None]
+        shift_BFK = above_BF1 - noisy_BFK + torch.log1p(-(noisy_BFK - noisy_BFK[..., :1]).exp())
+        values_BFK = above_BF1 - shift_BFK.clamp(min=0) - torch.log1p((-shift_BFK.abs()).exp())
+        sampling = torch.zeros_like(paths_BFK, dtype=torch.bool) if draws is None else draws.sampling_B[:, None, None]
+        values_BFK = torch.where(sampling, values_BFK, paths_BFK)
+        return best.indices, paths_BFK, values_BFK.masked_fill(paths_BFK == -torch.inf, -torch.inf)

@@ -154,17 +154,15 @@ class Rejection(Rule):
     """Recursive rejection down the tree, one level at a time; siblings sampled, point masses, or both. It accepts at
     least as much as equality does, an oracle's samples always, but what is emitted depends on what was drafted, token
     by token though not in distribution. A tree in which no node has two children is taken for a chain, whose padding,
-    if any, stands at its end."""
+    if any, stands at its end, and is verified as a block."""
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
+        if tree.most_children == 1:
+            return accept_block(tree, logits_BNV, sampling, chances)
         rows_B, sampled_BN = torch.arange(len(logits_BNV), device=logits_BNV.device), drawn_nodes(tree)
-        here_B, levels = torch.zeros_like(rows_B), tree.max_depth + 1
-        if tree.most_children == 1 and not on_host(logits_BNV):
-            # All places at once (arXiv:2211.17192, algorithm 1): below, the first that was not accepted is so again.
-            passed_BM = tree.real_BN[:, 1:] & (chances.tests_BN[:, 1:] < chain_chances(tree, logits_BNV, sampling))
-            here_B, levels = passed_BM.long().cumprod(-1).sum(-1), 1
-        going_B, rest_BV = torch.ones_like(tree.real_BN[:, 0]), torch.zeros_like(logits_BNV[:, 0], dtype=torch.float64)
-        for _ in range(levels):
+        here_B, going_B = torch.zeros_like(rows_B), torch.ones_like(tree.real_BN[:, 0])
+        rest_BV = torch.zeros_like(logits_BNV[:, 0], dtype=torch.float64)
+        for _ in range(tree.max_depth + 1):
             # What is left where a row stopped is the same however often it is computed, as in `Equality`.
             rows_R = going_B.nonzero()[:, 0] if on_host(going_B) else rows_B
             if len(rows_R) == 0:
@@ -182,6 +180,49 @@ class Rejection(Rule):
             going_B, first_B1 = passed_BK.any(-1), passed_BK.byte().argmax(-1, keepdim=True)
             here_B = torch.where(going_B, children_BK.gather(1, first_B1)[:, 0], here_B)
         return down_to(tree, here_B, draw(rest_BV, chances.choices_BN[rows_B, here_B]))
+
+
+def accept_block(tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
+    """Verification of a chain as a block (arXiv:2403.10444, algorithm 2), which no exact rule for one chain surpasses.
+
+    With c_0 = 1 and c_i = min(1, c_{i-1} p(x_i) / q(x_i)), the first i tokens are accepted, whatever comes of those
+    after them, with probability h_i = R / (R + 1 - c_i), where R is the sum of max(c_i p - q, 0) at the place after
+    them; at the end of a row's chain it is c_i. The longest accepted part wins. The token after it comes from what R
+    sums up, or from p after a whole chain. A row's chain may end wherever the tokens before its end say."""
+    rows_B, size = torch.arange(len(logits_BNV), device=logits_BNV.device), tree.size
+    sampled_BN = drawn_nodes(tree)
+
+    def left_at(rows_R: Tensor, nodes_R: Tensor, carried_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(c p, and q of the next token, or zeros at the end of a chain, [R, V] each; its real places, [R])."""
+        next_R = (nodes_R + 1).clamp(max=size - 1)
+        real_R = tree.real_BN[rows_R, next_R] & (nodes_R < size - 1)
+        p_RV = carried_R[:, None] * sampling.distribution_at(logits_BNV, rows_R, nodes_R)
+        certain_RV = torch.zeros_like(p_RV).scatter(1, tree.tokens_BN[rows_R, next_R, None], 1.0)
+        q_RV = renormalised(tree.draft_at(nodes_R[:, None], p_RV.shape[-1], rows_R)[:, 0])
+        q_RV = torch.where(sampled_BN[rows_R, next_R, None], q_RV, certain_RV)
+        return p_RV, torch.where(real_R[:, None], q_RV, 0.0), real_R
+
+    carried_B = torch.ones_like(rows_B, dtype=torch.float64)
+    deepest_B, taken_B = torch.zeros_like(rows_B), carried_B
+    for node in range(size):
+        # Where nothing is carried nothing is accepted from there on.
+        rows_R = (carried_B > 0).nonzero()[:, 0] if on_host(carried_B) else rows_B
+        if len(rows_R) == 0:
+            break
+        p_RV, q_RV, real_R = left_at(rows_R, torch.full_like(rows_R, node), carried_R := carried_B[rows_R])
+        rest_R = (p_RV - q_RV).clamp(min=0).sum(-1)
+        # Where all is carried on and nothing would be left, the next token is accepted for certain.
+        missing_R = rest_R + 1 - carried_R
+        accept_R = torch.where(real_R, torch.where(missing_R > 0, rest_R / missing_R, 1.0), carried_R)
+        passed_R = tree.real_BN[rows_R, node] & (chances.tests_BN[rows_R, node] < accept_R) & (node > 0)
+        deepest_B = deepest_B.index_copy(0, rows_R, torch.where(passed_R, node, deepest_B[rows_R]))
+        taken_B = taken_B.index_copy(0, rows_R, torch.where(passed_R, carried_R, taken_B[rows_R]))
+        next_R1 = tree.tokens_BN[rows_R, min(node + 1, size - 1), None]
+        ratio_R = (p_RV.gather(1, next_R1) / q_RV.gather(1, next_R1))[:, 0].clamp(max=1.0)
+        carried_B = carried_B.index_copy(0, rows_R, torch.where(real_R, ratio_R, 0.0))
+    p_BV, q_BV, _ = left_at(rows_B, deepest_B, taken_B)
+    rest_BV = normalised((p_BV - q_BV).clamp(min=0), p_BV)
+    return down_to(tree, deepest_B, draw(rest_BV, chances.choices_BN[rows_B, deepest_B]))
 
 
 def drawn_nodes(tree: TokenTree) -> Tensor:

@@ -1,6 +1,7 @@
 """Slow plain twins of the rules of rejection, one node and one child at a time; and the law of a rule."""
 
-from itertools import permutations
+import math
+from itertools import permutations, product
 
 import torch
 
@@ -64,3 +65,48 @@ def pair_law(reject_siblings, p_of, q_of, width, sampled):
         below = sum(level_law(reject_siblings, p_of((token,)), q_of((token,)), width, sampled))
         rows.append(accepted[token] * below + bonus[token] * p_of((token,)))
     return torch.stack(rows)
+
+
+def block_chances(p_of, q_of, tokens, end, carry=True):
+    """(chance that each prefix of a chain of `end` tokens is accepted by itself, what the next token is drawn from)."""
+    carried, chances, rests = 1.0, [], []
+    for place in range(end + 1):
+        p, q = p_of(tokens[:place]), q_of(tokens[:place]) * (place < end)
+        rest = ((carried if carry else 1.0) * p - q).clamp(min=0)
+        missing = float(rest.sum()) + 1 - carried
+        chances.append(carried if place == end else float(rest.sum()) / missing if missing > 0 else 1.0)
+        rests.append(rest / rest.sum() if float(rest.sum()) > 0 else p)
+        if place < end:
+            carried = min(1.0, carried * float(p[tokens[place]] / q[tokens[place]]))
+    return chances, rests
+
+
+def block_walk(p_of, q_of, tokens, tests, choice, draw):
+    """Tokens emitted after a chain of drafted tokens that is verified as a block."""
+    chances, rests = block_chances(p_of, q_of, tokens, len(tokens))
+    end = max([0, *(place for place in range(1, len(tokens) + 1) if float(tests[place]) < chances[place])])
+    return [*tokens[:end], int(draw(rests[end], choice[end]))]
+
+
+def block_law(p_of, q_of, length_of, most, size, **wrong):
+    """([V] * (most + 1) law of the tokens after a block of sampled tokens, their mean number), by enumeration.
+
+    A chain goes on after a path of fewer than `most` tokens where `length_of` says so; a row that stops early goes on
+    with p."""
+    law, mean = torch.zeros((size,) * (most + 1), dtype=torch.float64), 0.0
+    for tokens in product(range(size), repeat=most):
+        end = next((place for place in range(most) if not length_of(tokens[:place])), most)
+        if any(tokens[end:]):
+            continue  # The same chain as with zeros after its end
+        chances, rests = block_chances(p_of, q_of, tokens, end, **wrong)
+        missed = math.prod(float(q_of(tokens[:place])[tokens[place]]) for place in range(end))
+        for place in range(end, -1, -1):
+            reached = missed * (chances[place] if place else 1.0)
+            missed -= reached
+            mean += reached * (place + 1)
+            for rest in product(range(size), repeat=most + 1 - place):
+                path, chance = tokens[:place] + rest, float(rests[place][rest[0]])
+                for later in range(place + 1, most + 1):
+                    chance *= float(p_of(path[:later])[path[later]])
+                law[path] += reached * chance
+    return law, mean

@@ -70,8 +70,12 @@ def underflowing_q(target, log_q, tokens, real, sampled):
 
 @contextmanager
 def rejecting_by(rule):
-    """`Rejection` decides by another rule inside the block."""
-    with patch.object(acceptance_rules, "reject_siblings", rule):
+    """`Rejection` decides by another rule inside the block, for chains too."""
+
+    def by_token(tree, *given):
+        return acceptance_rules.Rejection().accept(replace(tree, most_children=None), *given)
+
+    with patch.multiple(acceptance_rules, reject_siblings=rule, accept_block=by_token):
         yield
 
 

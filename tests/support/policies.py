@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from draftsmith.modules import (
     Accepted,
+    BeamTree,
     Drafter,
     DySpecTree,
     Eagle2Tree,
@@ -76,8 +77,9 @@ def medusa(target: Target) -> Medusa:
 
 
 EVERY: list[Policy] = [StaticTree(Topology((-1, 0, 0, 1, 3), (0, 0, 1, 0, 1))), Eagle2Tree(9, 6, 4),
-                       DySpecTree(9, 6, 4), branching(2, 2, 1), StoppedChain(5, PathProbability(0.02), check_every=0),
-                       SampledChain(5, PathProbability(0.02), check_every=0)]
+                       DySpecTree(9, 6, 4), branching(2, 2, 1), BeamTree(3, 3),
+                       StoppedChain(5, PathProbability(0.02), check_every=0), SampledChain(
+                           5, PathProbability(0.02), check_every=0)]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from draftsmith.modules import (
     BASELINES,
     DRAFTERS,
+    BeamTree,
     Chain,
     DecodeResult,
     DraftState,
@@ -152,6 +153,7 @@ POLICIES: dict[str, Growth] = {
     "sure": Growth(lambda: StoppedChain(4, PathProbability(0.3))),
     "union": Growth(lambda: Union([Chain(3), StaticTree(Topology((-1, 0, 0, 1), (0, 0, 1, 0)))], 6), joined=True),
     "dyspec": Growth(lambda: DySpecTree(8, 3, 3), samples=True),
+    "beam": Growth(lambda: BeamTree(3, 3), samples=True),
     "sampled": Growth(lambda: SampledTree(Topology((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 1, 0))), samples=True),
     "sampled-chain": Growth(lambda: SampledTree(Topology.chain(3)), samples=True),
     "sampled-stopped": Growth(lambda: SampledChain(4, FixedLength(3), check_every=0), samples=True),

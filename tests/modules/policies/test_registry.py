@@ -10,7 +10,7 @@ from draftsmith.export.report.evaluation_page import evaluation_page
 from draftsmith.export.report.phrases import verdicts
 from draftsmith.modules import DecodeSettings, Policy, Request, StoppedChain, Target, Topology, UserError, decode
 from draftsmith.modules.policies.registry import POLICIES, SPARSE, SPECDEC, parse_policy, policy_named
-from draftsmith.modules.policies.trees import DySpecTree, Eagle2Tree, SampledTree, StaticTree
+from draftsmith.modules.policies.trees import BeamTree, DySpecTree, Eagle2Tree, SampledTree, StaticTree
 from support.artifacts import tuning
 from support.families import CASES, randomised
 from support.tiers import some_long
@@ -23,7 +23,8 @@ TREE = Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0))
 @pytest.mark.parametrize(("name", "kind", "nodes"), [
     ("static", StaticTree, 6), ("static-4", StaticTree, 4), ("chain", StaticTree, 4), ("chain-2", StaticTree, 3),
     ("sampled", SampledTree, 6), ("sampled-chain-2", SampledTree, 3), ("eagle2", Eagle2Tree, 6),
-    ("eagle2-9", Eagle2Tree, 9), ("dyspec-5", DySpecTree, 5), ("stopping-3", StoppedChain, 4),
+    ("eagle2-9", Eagle2Tree, 9), ("dyspec-5", DySpecTree, 5), ("beam-9", BeamTree, 7), ("beam-64", BeamTree, 61),
+    ("stopping-3", StoppedChain, 4),
     ("none", StaticTree, 1), ("early-exit", StoppedChain, 7), ("early-exit-3", StoppedChain, 4),
     ("sure", StoppedChain, 21), ("sure-0.5", StoppedChain, 21),
 ])

@@ -5,7 +5,7 @@ import torch
 from draftsmith.modules import Chain, MaxProbability, Policy, Rejection, SampledChain, SampledTree, StaticTree, Topology
 from draftsmith.modules.policies import ensemble
 from draftsmith.modules.policies.ensemble import Ensemble, Union, whole_size
-from draftsmith.modules.policies.trees import DySpecTree
+from draftsmith.modules.policies.trees import BeamTree, DySpecTree
 from references import wrong_rules
 from support.drafters import CandidateDrafter, DepthDrafter, TableDrafter, random_log_probs
 from support.policies import FixedLength, branching, chi2_bound, pass_statistic
@@ -22,6 +22,8 @@ POLICIES: dict[str, Policy] = {
     "tempered tree": branching(2, 2, temperature=0.5),
     "dyspec": DySpecTree(4, 2, 3),
     "large dyspec": DySpecTree(9, 2, 3),
+    "beam": BeamTree(3, 2),
+    "tempered beam": BeamTree(2, 2, temperature=0.5),
     "chain": SampledTree(Topology.chain(2)),
     "stopped chain": SampledChain(2, FixedLength(2)),
     "unsure chain": SampledChain(2, MaxProbability(0.4)),

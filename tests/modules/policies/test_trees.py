@@ -1,5 +1,6 @@
 """Growing trees: EAGLE-2 against brute force, DySpec against what a heap guarantees, sampling, every family."""
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from draftsmith.modules import Drafter, Draws, HydraConfig, Medusa, SampledChain
 from draftsmith.modules.decoding.verifier import examine, pruned
 from draftsmith.modules.families.hydra.drafter import Hydra, HydraState
 from draftsmith.modules.policies.base import Policy, sample
-from draftsmith.modules.policies.trees import DySpecTree, Eagle2Tree, SampledTree, StaticTree
+from draftsmith.modules.policies.trees import BeamTree, DySpecTree, Eagle2Tree, SampledTree, StaticTree
 from draftsmith.modules.target.kv_cache import RowCache
 from draftsmith.modules.token_tree import Topology
 from draftsmith.modules.verification import acceptance_rules
@@ -121,6 +122,38 @@ def test_without_chance_dyspec_is_the_greedy_tree() -> None:
     ours, theirs = grow(DySpecTree(9, 3, 4), drafter, [1, 2]), grow(Eagle2Tree(9, 3, 4), drafter, [1, 2])
     assert torch.equal(ours.tokens_BN, theirs.tokens_BN)
     assert ours.drawn is None
+
+
+def test_the_last_level_of_a_beam_is_drawn_without_replacement_from_all_sequences() -> None:
+    """Ordered pairs of paths have the probability q(x) q(y) / (1 - q(x)), by a G-test over 60,000 rows."""
+    size, rows = 3, 60_000
+    log_q_VQ = random_log_probs(size, size, seed=4)
+    tree = grow(BeamTree(2, 2), TableDrafter(log_q_VQ), [1] * rows, draws_for(rows))
+    above_BF = tree.tokens_BN.gather(1, tree.parents_BN[:, 3:])
+    paths_BF = above_BF * size + tree.tokens_BN[:, 3:]
+    q = (log_q_VQ[1][:, None] + log_q_VQ).double().exp().flatten()
+    wanted = (q[:, None] * q / (1 - q)[:, None]).fill_diagonal_(0).flatten() * rows
+    seen = torch.bincount(paths_BF[:, 0] * size**2 + paths_BF[:, 1], minlength=size**4).double()
+    assert float(seen[wanted == 0].sum()) == 0
+    assert 2 * float(torch.special.xlogy(seen, seen / wanted.clamp(min=1e-9)).sum()) < chi2_bound(size**4 - size**2)
+
+
+@pytest.mark.parametrize("one_shot", [False, True])
+def test_a_beam_without_chance_keeps_the_likeliest_paths_and_a_wide_one_all(one_shot: bool) -> None:
+    table = random_log_probs(3, 3)
+    drafter = DepthDrafter(table) if one_shot else TableDrafter(table)
+    values = {path: sum(float(table[level if one_shot else above, token])
+                        for level, (above, token) in enumerate(itertools.pairwise((1, *path))))
+              for length in (1, 2, 3) for path in itertools.product(range(3), repeat=length)}
+    tree = grow(BeamTree(2, 3), drafter, [1])
+    beam = [()]
+    for level in range(3):
+        below = sorted((path for path in values if len(path) == level + 1 and path[:-1] in beam), key=lambda path:
+                       -values[path])[:2]
+        assert paths_of(tree, 0)[1 + 2 * level : 3 + 2 * level] == below
+        beam = below
+    for draws in (None, draws_for(1)):
+        assert sorted(paths_of(grow(BeamTree(27, 3), drafter, [1], draws), 0)) == sorted({(), *values})
 
 
 def test_gumbel_top_k_draws_without_replacement() -> None:
@@ -256,6 +289,7 @@ def test_a_tree_deeper_than_the_family_is_refused_and_others_are_cut(tiny_target
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: Eagle2Tree(1), "nodes must be at least 2, got 1"),
     (lambda: DySpecTree(9, 0), "depth must be at least 1, got 0"),
+    (lambda: BeamTree(0), "width and depth must be at least 1, got 0 and 6"),
     (lambda: DySpecTree(temperature=0.0), "temperature must be above 0, got 0.0"),
     (lambda: SampledTree(Topology((-1, 0, 0), (0, 1, 0))), "children of node 0 must have the ranks 0, 1, …"),
     (lambda: SampledTree(Topology.chain(1), -1.0), "temperature must be above 0, got -1.0"),

@@ -20,7 +20,7 @@ from draftsmith.modules.verification.acceptance_rules import (
 from draftsmith.modules.verification.sampling import draw, penalise
 from draftsmith.recipes.counted_work import CountedStorages
 from references import wrong_rules
-from references.rejection import pair_law, walk
+from references.rejection import block_law, block_walk, pair_law, walk
 from support.drafters import TableDrafter, draws_for, random_log_probs
 from support.policies import branching, chi2_bound, g_statistic
 from torch import Tensor
@@ -166,20 +166,68 @@ def test_rejection_equals_its_plain_twin_on_random_trees() -> None:
 
 
 @pytest.mark.usefixtures("way")
-def test_chain_rejection_equals_recursive_rejection() -> None:
-    """On a CPU they are one; elsewhere a tree whose children nobody counted is no chain."""
+def test_block_verification_equals_its_plain_twin_on_random_chains() -> None:
+    """Drawn nodes, point masses and padding at the end, greedy rows among them."""
     generator = torch.Generator().manual_seed(1)
     for size in range(2, 8):
         tree = random_drawn_tree(generator, 40, size, width=1)
+        assert tree.drawn is not None
+        # Half of the drafts are near the target, so that whole blocks are accepted too.
         logits = torch.randn(40, size, SIZE, dtype=torch.float64, generator=generator)
+        logits[20:] = 0.2 * logits[20:] + tree.drawn.log_q_BIQ[20:]
         sampling_rows = tuple(row for row in range(40) if row % 4)
         sampling = Sampling(temperature_B=torch.tensor([0.0, 0.8, 1.3, 1.0] * 10), sampling_rows=sampling_rows)
         chances = Chances(choices_BN=torch.rand(40, size, dtype=torch.float64, generator=generator),
                           tests_BN=torch.rand(40, size, dtype=torch.float64, generator=generator))
-        recursive = replace(tree, most_children=None)
-        chain, tree_rule = (Rejection().accept(tree, logits, sampling, chances) for tree in (tree, recursive))
-        for name in ("path_BK", "counts_B", "bonus_B"):
-            assert torch.equal(getattr(chain, name), getattr(tree_rule, name)), name
+        accepted, p_BNV = Rejection().accept(tree, logits, sampling, chances), sampling.distribution(logits)
+        for row in range(40):
+            end = int(tree.real_BN[row].sum())
+            tokens = tuple(tree.tokens_BN[row, 1:end].tolist())
+
+            def q_of(path: tuple[int, ...], row: int = row, tokens: tuple[int, ...] = tokens,
+                     drawn: Drawn = tree.drawn) -> Tensor:
+                if len(path) == len(tokens) or drawn.sampled_BN[row, len(path) + 1]:
+                    return drawn.log_q_BIQ[row, len(path)].double().softmax(-1)
+                return torch.eye(SIZE, dtype=torch.float64)[tokens[len(path)]]
+
+            p_NV = p_BNV[row]
+            wanted = block_walk(lambda path, p_NV=p_NV: p_NV[len(path)], q_of, tokens, chances.tests_BN[row],
+                                chances.choices_BN[row], draw)
+            assert emitted(tree, accepted, row) == wanted
+
+
+@pytest.mark.parametrize("temperature", [0.1, 0.3, 0.7, 1.0, 1.2])
+@pytest.mark.parametrize("stops", [False, True])
+def test_block_verification_has_the_targets_law_and_accepts_more(temperature: float, stops: bool) -> None:
+    """Chains that end where their own tokens say so, too."""
+    size, most = 3, 3
+
+    def p_of(path: tuple[int, ...]) -> Tensor:
+        # The same at every temperature, as if the logits had been multiplied by it: only drafts get too sure.
+        return raw_logits(path)[:size].softmax(-1)
+
+    def q_of(path: tuple[int, ...]) -> Tensor:
+        return ((raw_logits(path)[:size] / 2 + raw_logits(path, seed=1000)[:size] / 2) / temperature).softmax(-1)
+
+    def goes_on(path: tuple[int, ...]) -> bool:
+        return not stops or not path or path[-1] != 1
+
+    def by_token(path: tuple[int, ...]) -> float:
+        if len(path) == most or not goes_on(path):
+            return 1.0
+        return 1 + sum(float(chance) * by_token((*path, token))
+                       for token, chance in enumerate(torch.minimum(p_of(path), q_of(path))))
+
+    def exact(path: tuple[int, ...]) -> Tensor:
+        if len(path) == most:
+            return p_of(path)
+        return torch.stack([float(p_of(path)[token]) * exact((*path, token)) for token in range(size)])
+
+    law, mean = block_law(p_of, q_of, goes_on, most, size)
+    torch.testing.assert_close(law, exact(()), atol=1e-12, rtol=0)
+    wrong, _ = block_law(p_of, q_of, goes_on, most, size, carry=False)
+    assert float((wrong - law).abs().max()) > 1e-4
+    assert mean > by_token(()) + (1e-5 if temperature > 0.1 else 1e-7)
 
 
 @pytest.mark.usefixtures("way")
