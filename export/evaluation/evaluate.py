@@ -20,7 +20,7 @@ from .contention import ContentionProbe, busy_warning, machine
 from .methods import EvaluateConfig, Method, PromptSets
 from .results import EvaluationRun
 from .runner import Runner
-from .schedule import Budget, Entry, Schedule, by_prompt_set, require_context, spread
+from .schedule import Budget, Entry, Schedule, require_context, spread
 from .timed_answers import References
 
 NOTHING: Mapping[str, Any] = {}
@@ -94,20 +94,22 @@ def evaluate(target: Target, methods: Sequence[Method], prompt_sets: PromptSets,
 
 def opening(schedule: Schedule) -> str:
     """Sentence on what an evaluation measures, and on the minutes that it may take."""
-    config, timed = schedule.config, len(schedule.timed)
-    sets = ", ".join(f"{len(members)} {name}" for name, members in by_prompt_set(schedule.entries).items())
+    config, counts = schedule.config, _coverage(schedule.entries, schedule)
+    sets = ", ".join(f"{count} {name}" for name, count in counts["prompt_sets"].items())
+    timed = counts["timed_prompts"]
     drawn = " and ".join("greedy" if one == 0 else f"at temperature {one:g}" for one in config.degrees)
     names = ", ".join(method.name for method in schedule.methods)
     said = f"; {timed} of them are timed against decoding without drafts" if timed else "; nothing is timed"
     limit = ("" if config.budget_minutes is None else
              f". What does not fit into evaluate.budget_minutes {config.budget_minutes:g} is left out")
-    return (f"{len(schedule.entries)} prompts ({sets}) are decoded with {names}: {schedule.answers} answers of at most "
+    return (f"{sum(counts['prompt_sets'].values())} prompts ({sets}) are decoded with {names}: "
+            f"{schedule.answers} answers of at most "
             f"{config.max_new_tokens} tokens, {drawn}{said}{limit}")
 
 
 def _coverage(entries: Sequence[Entry], schedule: Schedule) -> dict[str, Any]:
     """Numbers of some questions by set and category, and of the timed ones, for the header of an evaluation."""
-    ordered = sorted(entries, key=lambda one: one.number)
+    ordered = sorted((one for one in entries if one.answer == 0), key=lambda one: one.number)
     return {"prompt_sets": dict(Counter(entry.prompt_set for entry in ordered)),
             "categories": dict(Counter(entry.question.category for entry in ordered if entry.question.category)),
             "timed_prompts": sum(entry.number in schedule.timed for entry in ordered)}

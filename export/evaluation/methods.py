@@ -33,6 +33,9 @@ class EvaluateConfig(CheckedSettings):
     temperatures: Temperature | tuple[Temperature, ...] = (0.0,)
     """One number or several, [0,1]. 0 is greedy; above it, identity is checked against this project's plain loop under
     the same random stream."""
+    answers: Whole = 1
+    """Answers to every prompt, drawn by different random numbers, above temperature 0. Drafters that remember text,
+    such as ngrams, draft one with what they remember of the others."""
     top_k: Natural = 0
     """Sample among this many best tokens; 0 is all of them."""
     top_p: Share = 1.0
@@ -54,11 +57,11 @@ class EvaluateConfig(CheckedSettings):
     policies: tuple[str, ...] | str = (STATIC,)
     """Policies that artifacts draft with, one or several, each measured in turn: fastest (static or static+lookup, by
     what was predicted at the first temperature), static (the tree tuned on this machine; above temperature 0 none where
-    none pays), none, chain, sampled, sampled-chain, eagle2, dyspec, beam, stopping, early-exit, sparse, sure, confident,
-    specdec; optionally with a number of nodes or tokens (sure and confident: the probability of the whole draft below
-    which it ends; specdec: the risk of a rejection at which it ends), [static,chain-3,eagle2-32]; each may be joined
-    with a drafter without training: lookup (prompt lookup), suffix, recycling, ngrams, layer_skip, first_layers,
-    [static+lookup,eagle2-32+recycling-8]."""
+    none pays), none, chain, sampled, sampled-chain, eagle2, dyspec, beam, stopping, early-exit, sparse, sure,
+    confident, specdec; optionally with a number of nodes or tokens (sure and confident: the probability of the whole
+    draft below which it ends; specdec: the risk of a rejection at which it ends), [static,chain-3,eagle2-32]; each may
+    be joined with a drafter without training: lookup (prompt lookup), suffix, recycling, ngrams, layer_skip,
+    first_layers, [static+lookup,eagle2-32+recycling-8]."""
     baselines: tuple[str, ...] | str = ()
     """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, recycling, ngrams,
     layer_skip, first_layers, and native_head, the one that some targets bring along."""
@@ -83,6 +86,9 @@ class EvaluateConfig(CheckedSettings):
             if len(set(given)) < len(given):
                 raise UserError(f"{name} must be different from each other, got {', '.join(map(str, given))}; leave "
                                 "out those that stand there twice")
+        if self.answers > 1 and 0 in self.degrees:
+            raise UserError(f"answers {self.answers} to a prompt would all be the same at temperature 0; set "
+                            "temperatures above 0, or answers to 1")
         if self.prompt_limit is not None and self.prompts is None:
             raise UserError(f"prompt_limit {self.prompt_limit} draws from the sets that evaluate.prompts names, and it "
                             "names none; name some, or set limit")

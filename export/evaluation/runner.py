@@ -226,7 +226,8 @@ class Runner:
                                  policy.samples and policy.max_size > 1)
         self.graph_refusals |= {records.graph_refusal: None} if records.graph_refusal else {}
         if records.recorder is not None:
-            self.samples = sample_answers(self.target.tokenizer, answers, records.generations, records.recorder,
+            first = [one for one, exchange in zip(answers, decoded.exchanges, strict=True) if not exchange.entry.answer]
+            self.samples = sample_answers(self.target.tokenizer, first, records.generations, records.recorder,
                                           {one.entry.number: one.entry.question.text for one in decoded.exchanges})
 
         measures = partial(summarise, seed=SEED, rounding=rounding(self.target.dtype, temperature))
@@ -269,7 +270,8 @@ class Runner:
             found = self.judge.compare(generation.request, exchange.reference if drawn else generation.tokens,
                                        exchange.reference, again=again)
             answers.append(Answer(
-                question=entry.number, turn=exchange.turn, prompt_set=entry.prompt_set,
+                question=entry.number - entry.answer * self.schedule.questions, turn=exchange.turn,
+                prompt_set=entry.prompt_set,
                 category=entry.question.category, mode=entry.question.mode, prompt_tokens=len(exchange.prompt),
                 tokens=tuple(generation.tokens), emitted=tuple(generation.emitted),
                 truncated=generation.finish == "length", comparison=None if drawn else found,

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -21,7 +21,9 @@ CLOSING_SHARE = 0.1  # Share of the minutes that is kept for what follows decodi
 class Entry:
     """A question with its number, from which its random streams follow."""
 
-    number: int  # Position among the questions of all prompt sets, whether or not a limit leaves some out
+    number: int  # Position among the questions of all prompt sets, whether or not a limit leaves some out; further
+    # answers to them are numbered after all of these
+    answer: int = 0  # Which of several answers to the question this is
     prompt_set: str
     question: Question
 
@@ -35,6 +37,7 @@ class Schedule:
     entries: tuple[Entry, ...]  # The questions to decode: of each prompt set as many as `limit` allows, spread over it
     timed: frozenset[int]
     """Numbers of the timed questions, the same at every batch size: of each set they fill whole batches."""
+    questions: int  # All questions of the prompt sets, by which the numbers of further answers are apart
 
     @classmethod
     def of(cls, methods: Sequence[Method], prompt_sets: PromptSets, config: EvaluateConfig) -> "Schedule":
@@ -61,17 +64,23 @@ class Schedule:
             entries += spread(members, len(members) if config.limit is None else config.limit)
         if not entries:
             raise UserError("there is no prompt to evaluate on; give a file of prompts with at least one line")
+        # All answers to a question one after another, so that one batch holds several of them.
+        entries = [replace(entry, number=entry.number + answer * number, answer=answer)
+                   for entry in entries for answer in range(config.answers)]
         timed: list[int] = []
         for name, members in by_prompt_set(entries).items():
-            chosen = spread(members, config.timed(len(members)))
+            first = [entry for entry in members if entry.answer == 0]
+            kept = {entry.number for entry in spread(first, config.timed(len(first)))}
+            chosen = [entry for entry in members if entry.number - entry.answer * number in kept]
             if config.speed_prompts and not chosen:
                 sizes = ", ".join(map(str, config.batches))
                 raise UserError(f"batches of {sizes} rows cannot be timed on the same prompts: the set "
-                                f"{name!r} has {len(members)}, whole batches of every size need at least "
+                                f"{name!r} has {len(first)}, whole batches of every size need at least "
                                 f"{math.lcm(*config.batches)}; give more prompts, choose smaller batch_sizes or "
                                 "ones that divide one another, or set speed_prompts to 0")
             timed += [entry.number for entry in chosen]
-        return cls(methods=tuple(methods), config=config, entries=tuple(entries), timed=frozenset(timed))
+        return cls(methods=tuple(methods), config=config, entries=tuple(entries), timed=frozenset(timed),
+                   questions=number)
 
     @property
     def answers(self) -> int:

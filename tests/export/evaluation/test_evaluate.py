@@ -13,6 +13,7 @@ from draftsmith.export.evaluation import timed_answers
 from draftsmith.export.evaluation.lossless import generate
 from draftsmith.export.evaluation.timed_answers import TimedDecoder
 from draftsmith.modules import Chain, LayerDraft, Policy, SampledTree, StaticTree, Target, Topology, UserError, decode
+from draftsmith.modules.baselines.registry import baseline
 from draftsmith.modules.decoding.requests import DecodeSettings, Request
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.verification.sampling import Sampling
@@ -377,3 +378,26 @@ def test_the_target_alone_answers_a_timed_question_once(temperature: float, tiny
     assert Counter(name for name, _ in asked) == {"generate": 4, "decode": 4} | {own: 6}
     assert len(set(asked)) == len(asked)
     assert found.evaluations[0].overall.lossless.identical == 6
+
+
+def test_several_answers_to_a_prompt_share_what_a_drafter_remembers(tiny_target_f64: Target) -> None:
+    """They are drawn by different numbers, and counted as answers to one prompt."""
+    sets = {"own": SETS["own"][:3]}
+
+    def measured(answers: int) -> tuple[Evaluation, dict[str, Any]]:
+        drafter, policy = baseline("ngrams", tiny_target_f64)
+        method = Method(name="ngrams", family="ngrams", drafter=drafter, policy_for=lambda _, __: policy)
+        config = EvaluateConfig(max_new_tokens=21, speed_prompts=1, temperatures=0.05, answers=answers)
+        found = evaluate(tiny_target_f64, [method], sets, config, progress=False)
+        return found.evaluations[0], found.header
+
+    (one, _), (many, header) = measured(1), measured(6)
+    assert (one.overall.prompts, many.overall.prompts) == (3, 18)
+    assert many.overall.lossless.identical == 18
+    assert many.overall.accepted_length > one.overall.accepted_length
+    assert (header["prompt_sets"], header["timed_prompts"], header["settings"]["answers"]) == ({"own": 3}, 1, 6)
+
+
+def test_several_answers_that_would_be_the_same_are_refused() -> None:
+    with pytest.raises(UserError, match="answers 3 to a prompt would all be the same at temperature 0"):
+        EvaluateConfig(temperatures=(0, 1), answers=3)
