@@ -141,6 +141,11 @@ class Topology:
             ranks.append(path[-1])
         return cls(tuple(parents), tuple(ranks))
 
+    def numbered(self) -> "Topology":
+        """The shape with siblings numbered in their order, as they are drawn: a search may have found the sixth guess
+        before the fifth."""
+        return Topology(self.parents, tuple(self.parents[:node].count(one) for node, one in enumerate(self.parents)))
+
     def prefix(self, size: int) -> "Topology":
         """The first `size` nodes: of a best-first tree, the best tree of that size. ValueError if there are fewer, or
         for none."""

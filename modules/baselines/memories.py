@@ -97,7 +97,7 @@ class Ngrams(Proposer[NgramState]):
     family = "ngrams"
     reads_logits = True  # True: the distributions come from the logits of accepted nodes
 
-    def __init__(self, vocab_size: int, device: torch.device, *, longest: int = 4, candidates: int = 4,
+    def __init__(self, vocab_size: int, device: torch.device, *, longest: int = 4, candidates: int = 10,
                  averaged: int = 4, memory: int = 4096) -> None:
         if min(longest, candidates) < 1 or not 1 <= averaged <= memory:
             raise UserError("longest and candidates must be at least 1, averaged from 1 to memory, got "

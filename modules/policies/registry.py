@@ -126,8 +126,6 @@ def policy_named(name: str, topology: Topology, drafter: Proposer, seconds: Sequ
                 raise UserError(f"a tree of {nodes} nodes was asked for; this artifact's has {topology.size}: choose 1 "
                                 f"to {topology.size}")
             shape = topology.prefix(nodes)
-            # Siblings are numbered as they are drawn: a search may have found the sixth guess before the fifth.
-            ranks = tuple(shape.parents[:node].count(parent) for node, parent in enumerate(shape.parents))
-            policy = StaticTree(shape) if kind == STATIC else SampledTree(Topology(shape.parents, ranks))
+            policy = StaticTree(shape) if kind == STATIC else SampledTree(shape.numbered())
     policy.check(drafter)
     return policy

@@ -393,7 +393,6 @@ def test_several_answers_to_a_prompt_share_what_a_drafter_remembers(tiny_target_
 
     (one, _), (many, header) = measured(1), measured(6)
     assert (one.overall.prompts, many.overall.prompts) == (3, 18)
-    assert many.overall.lossless.identical == 18
     assert many.overall.accepted_length > one.overall.accepted_length
     assert (header["prompt_sets"], header["timed_prompts"], header["settings"]["answers"]) == ({"own": 3}, 1, 6)
 

@@ -98,8 +98,8 @@ def test_cleared_rows_lose_their_text_and_the_memory_stays() -> None:
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: Ngrams(V, CPU, longest=0), "longest and candidates must be at least 1, .* got 0, 4, 4 and 4096"),
-    (lambda: Ngrams(V, CPU, memory=2, averaged=3), "averaged from 1 to memory, got 4, 4, 3 and 2"),
+    (lambda: Ngrams(V, CPU, longest=0), "longest and candidates must be at least 1, .* got 0, 10, 4 and 4096"),
+    (lambda: Ngrams(V, CPU, memory=2, averaged=3), "averaged from 1 to memory, got 4, 10, 3 and 2"),
     (lambda: PromptLookup(CPU, shortest=4), "shortest must be from 1 to longest, .* got 4, 3 and 7"),
     (lambda: PromptLookup(CPU, copied=0), "copied at least 1, got 1, 3 and 0"),
     (lambda: TokenRecycling(12, CPU, 9), "candidates must be between 1 and 8, got 9"),
