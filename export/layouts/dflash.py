@@ -11,7 +11,6 @@ at the top, where DeepSpec has them, and in `dflash_config`, where z-lab, SpecFo
 Shapes: V target vocabulary, Q entries of the draft vocabulary."""
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,8 +81,9 @@ def block_tensors(drafter: BlockDraft, target: Target) -> dict[str, Tensor]:
 def block_config(drafter: BlockDraft, target: Target) -> dict[str, Any]:
     """A Qwen3 configuration of the layers, which says whether slots are causal."""
     return {**layer_config(drafter, target), "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
-            "layer_types": ["full_attention"] * drafter.num_layers, "use_sliding_window": False,
-            "sliding_window": None, "is_causal": drafter.config.causal}
+            "layer_types": [state_drafters.SLIDING if drafter.window else "full_attention"] * drafter.num_layers,
+            "use_sliding_window": drafter.window is not None, "sliding_window": drafter.window,
+            "is_causal": drafter.config.causal}
 
 
 def slot_config(drafter: BlockDraft) -> dict[str, Any]:
@@ -170,7 +170,8 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     if (layers := said.get("num_target_layers")) not in (None, target.num_layers):
         raise UserError(f"{given.config} says num_target_layers: {layers}, but {target.identity.name} has "
                         f"{target.num_layers}; load the target it was trained for")
-    aligned, causal = _slots(given, said, settings)
+    window = state_drafters.window_in(given)
+    aligned, causal = _slots(given, said, settings, window)
     taps = chosen_taps(_taps(given, said, target) if settings.taps is None else settings.taps, target)
     tensors, reduced = _own_tensors(given, target)
     check_joined(tensors, taps, target, folder)
@@ -197,7 +198,8 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
         config = typed({
             "taps": taps, "num_layers": said["num_hidden_layers"], "block_size": said["block_size"], "aligned": aligned,
             "causal": bool(causal), "correction": correction, "mask_token_id": said["mask_token_id"], "conv": conv,
-            "confidence": judge_1X is not None, "vocabulary_size": reduced, "rank": rank}, BlockDraftConfig)
+            "confidence": judge_1X is not None, "vocabulary_size": reduced, "rank": rank, "window": window},
+            BlockDraftConfig)
         BlockDraft.fitted(config, target)
         with torch.device("meta"):
             # A configuration can claim any size: no memory is taken for what the files cannot hold.
@@ -256,16 +258,11 @@ def _correction(given: Checkpoint, said: dict[str, Any], tensors: dict[str, Tens
     return correction, rank
 
 
-def _slots(given: Checkpoint, said: dict[str, Any], settings: ImportSettings) -> tuple[Literal["next", "same"], bool]:
-    """(what a slot predicts, whether it sees those before it alone). Raises UserError for unknown kinds of layers, and
-    where neither checkpoint nor user says it: readers that assume either are wrong about every other checkpoint, and
-    merely accept less. Warns of layers with a window."""
-    # Qwen3's two keys stand for a window where no list says which layers have one.
-    kinds = {*(said.get("layer_types") or ["sliding_attention"] * any(
-        said.get(key) for key in ("use_sliding_window", "use_swa")))}
-    if strange := kinds - {"full_attention", "sliding_attention"}:
-        raise UserError(f"{given.config} says layer_types: {json.dumps(sorted(strange))}; only full_attention and "
-                        "sliding_attention can be imported, choose such a checkpoint")
+def _slots(given: Checkpoint, said: dict[str, Any], settings: ImportSettings, window: int | None
+           ) -> tuple[Literal["next", "same"], bool]:
+    """(what a slot predicts, whether it sees those before it alone). Raises UserError where neither checkpoint nor user
+    says it: readers that assume either are wrong about every other checkpoint, and merely accept less."""
+    kinds = {*(said.get("layer_types") or [state_drafters.SLIDING] * (window is not None))}
     anchor = said.get("sample_from_anchor", said.get("shift_label"))
     if None not in (shift := said.get("shift_label"), anchor) and bool(shift) != bool(anchor):
         raise UserError(f"{given.config} says sample_from_anchor: {json.dumps(anchor)} and shift_label: "
@@ -290,11 +287,6 @@ def _slots(given: Checkpoint, said: dict[str, Any], settings: ImportSettings) ->
                 ("whether a slot sees those after it (is_causal)", "--causal false as in both, or true as in JetSpec")]
         what, remedy = zip(*(left if aligned is causal else left[:1] if aligned is None else left[1:]), strict=True)
         raise UserError(f"{given.config} does not say {' and '.join(what)}; give {' and '.join(remedy)}")
-    if "sliding_attention" in kinds:
-        size = json.dumps(said.get("sliding_window"))
-        warnings.warn(f"{given.config} has layers with a window over the text (sliding_window: {size} tokens), which "
-                      "here see all of it: in longer texts the draft reads more than in its training, and less of it "
-                      "may be accepted", stacklevel=3)
     return aligned, causal
 
 
@@ -309,11 +301,11 @@ def _taps(given: Checkpoint, said: dict[str, Any], target: Target) -> tuple[int,
 
 
 def _passed_over(drafter: BlockDraft) -> list[str]:
-    """Engines that have not its method, its reduced vocabulary, or, as TensorRT-LLM, its slots."""
+    """Engines that have not its method, its reduced vocabulary, or, as TensorRT-LLM, its slots or its window."""
     config, kind, reduced = drafter.config, KINDS[drafter.config.correction], drafter.token_ids_Q is not None
     other_slots = config.causal or (config.aligned == "next") != (config.correction in FORMS)
     return [name for name in DFLASH.readers if name not in kind.engines or (name != "vLLM" and reduced)
-            or (name == "TensorRT-LLM" and other_slots)]
+            or (name == "TensorRT-LLM" and (other_slots or config.window is not None))]
 
 
 def served_by_vllm(drafter: BlockDraft) -> Served | None:

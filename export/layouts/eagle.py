@@ -12,6 +12,7 @@ its own. The official code reads one layer.
 Shapes: V target vocabulary, Q entries of the draft vocabulary."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,13 @@ def export_eagle_sglang(drafter: Eagle, target: Target, folder: Path, settings: 
 
 
 def refusal(drafter: Eagle | Eagle3, target: Target) -> str:
-    """The refusal of a target whose output layer has a bias, and of EAGLE-1 with FSPAD's changes; else empty."""
+    """The refusal of a target whose output layer has a bias, and of EAGLE-1 with FSPAD's changes, a window or norms of
+    queries and keys; else empty."""
     if isinstance(drafter, Eagle3) or output_bias(target):
         return output_bias(target)
     settings = {"feature_sampling": drafter.config.feature_sampling,
-                "partial_alignment": drafter.config.partial_alignment}
+                "partial_alignment": drafter.config.partial_alignment, "qk_norm": drafter.block.qk_norm,
+                f"window {drafter.window}": drafter.window is not None}
     changed = " and ".join(name for name, chosen in settings.items() if chosen)
     return changed and (f"this drafter has {changed}, which no layout holds and no serving engine runs; train without "
                         "it to export")
@@ -107,8 +110,12 @@ def read_eagle(given: Checkpoint, target: Target, settings: ImportSettings) -> t
         taps = chosen_taps(_taps(given, target) if settings.taps is None else settings.taps, target)
         state_drafters.check_joined(tensors, taps, target, folder)
         norms: dict[str, Any] = {name: bool(said.get(name)) for name in NORMS}
+        normed = "midlayer.self_attn.q_norm.weight" in tensors
+        block, window = replace(block, qk_norm=normed), state_drafters.window_in(given)
+        # Steps are of training, and a window must hold them.
         config = Eagle3Config(taps=taps, **norms, num_layers=depth, hidden_size=said["hidden_size"],
-                              vocabulary_size=reduced,
+                              vocabulary_size=reduced, qk_norm=normed, window=window,
+                              steps=min(Eagle3Config.steps, window or Eagle3Config.steps),
                               output="shared" if reduced is None and OUTPUT not in tensors else "copy")
         return Eagle3(config, target, block), tensors
     if depth != 1:
@@ -149,9 +156,13 @@ def _rope_base(given: Checkpoint, rope_base: float | None) -> float | None:
     return rope_base
 
 
-def _passed_over(drafter: Eagle | Eagle3) -> tuple[str, ...]:
-    """Engines that know EAGLE-1 in another layout alone, or pass over `fc` where one layer is read."""
-    return ("SGLang", "TensorRT-LLM") if isinstance(drafter, Eagle) or len(drafter.taps) == 1 else ()
+def _passed_over(drafter: Eagle | Eagle3) -> list[str]:
+    """Engines that know EAGLE-1 in another layout alone, pass over `fc` where one layer is read, or have no norms of
+    queries and keys, or no window. That of SGLang is an option of its server."""
+    others, normed = isinstance(drafter, Eagle) or len(drafter.taps) == 1, drafter.block.qk_norm
+    unable = {"SGLang": others or normed, "TensorRT-LLM": others or normed or drafter.window is not None,
+              "the official code": normed or drafter.window is not None}
+    return [name for name, passes in unable.items() if passes]
 
 
 def _lost(drafter: Eagle | Eagle3) -> str:
@@ -159,6 +170,9 @@ def _lost(drafter: Eagle | Eagle3) -> str:
     if isinstance(drafter, Eagle):
         return ("vLLM drops `fc.bias`, which this drafter was trained with, and then accepts hardly a draft; train "
                 "with `bias: false` for it.") if drafter.config.bias else ""
+    if drafter.block.qk_norm:
+        return ("vLLM alone knows `qk_norm`: SGLang, TensorRT-LLM and the official code pass over these norms and then "
+                "accept hardly a draft; train with `qk_norm: false` for them.")
     if len(drafter.taps) == 1:
         return "SGLang and TensorRT-LLM pass over `fc` where one layer is read: serve it with vLLM."
     return "" if not drafter.config.norm_before_residual else (
@@ -173,8 +187,10 @@ EAGLE = ExportFormat[Eagle | Eagle3](
     weights=COMPRESSED,
     # vLLM calls both families as this project does.
     as_read=as_compressed, vllm=lambda drafter: Served(method={"method": drafter.family}, loader={}),
-    others=lambda drafter, places: {} if _passed_over(drafter) else {
-        "SGLang": sglang_command("EAGLE3", places, **places.drafts.sglang(3, 1, 4))},
+    others=lambda drafter, places: {} if "SGLang" in _passed_over(drafter) else {
+        # SGLang counts the tokens before one, and takes them from its command line alone.
+        "SGLang": sglang_command("EAGLE3", places, **places.drafts.sglang(3, 1, 4), **(
+            {} if drafter.window is None else {"draft_window_size": drafter.window - 1}))},
     lost=_lost)
 EAGLE_SGLANG = ExportFormat(
     name="eagle-sglang", content="EAGLE-1 drafters", readers={"SGLang": ""}, families=(Eagle,), refusal=refusal,

@@ -65,6 +65,7 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
             return reason
         able = [name for name, kind in blocks.KINDS.items() if "llama.cpp" in kind.engines]
         wrong = {f"the correction {drafter.config.correction}": drafter.config.correction not in able,
+                 f"window {drafter.window}": drafter.window is not None,
                  # llama.cpp keeps candidates and the scores of their pairs in a slot's state.
                  f"a width of {drafter.hidden_size}, where a selector needs {most * (most + 1)}":
                      drafter.hidden_size < most * (most + 1),
@@ -77,11 +78,12 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
     config = drafter.config
     wrong = {f"{drafter.num_layers} layers": drafter.num_layers != 1,
              f"{len(drafter.taps)} tapped layers": len(drafter.taps) != _TARGET_LAYERS,
-             "fc_norm": config.fc_norm, "norm_output": config.norm_output}
+             "fc_norm": config.fc_norm, "norm_output": config.norm_output, "qk_norm": drafter.block.qk_norm,
+             f"window {drafter.window}": drafter.window is not None}
     found = " and ".join(setting for setting, is_wrong in wrong.items() if is_wrong)
     return output_bias(target) if not found else (
-        f"llama.cpp runs EAGLE-3 with one layer, {_TARGET_LAYERS} tapped layers and neither fc_norm nor norm_output, "
-        f"this drafter has {found}; train another")
+        f"llama.cpp runs EAGLE-3 with one layer, {_TARGET_LAYERS} tapped layers and neither fc_norm, norm_output, "
+        f"qk_norm nor window, this drafter has {found}; train another")
 
 
 # Draft language models ------------------------------------------------------------------------------------------------

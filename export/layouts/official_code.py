@@ -63,11 +63,18 @@ def export_hydra(drafter: Hydra, target: Target, folder: Path, settings: ExportS
 
 
 def _hydra_refusal(drafter: Hydra, target: Target) -> str:
-    """The refusal of heads whose later blocks differ, or whose prefix layer has heads of another width; else empty."""
+    """The refusal of heads whose later blocks differ, or whose prefix layer has a window or heads of another width;
+    else empty."""
+    if drafter.config.window is not None:
+        return _no_window(drafter.config.window)
     if drafter.config.tie_blocks or drafter.config.num_layers <= 2:
         return "" if drafter.block is None else checkpoint.head_width(drafter.block)
     return (f"the layout holds one block after the first, applied repeatedly; these heads have "
             f"{drafter.config.num_layers - 1}: train with tie_blocks: true")
+
+
+def _no_window(window: int) -> str:
+    return f"the official code has no window, this drafter one of {window} tokens; train without window to export"
 
 
 def read_hydra(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Hydra, dict[str, Tensor]]:
@@ -137,6 +144,9 @@ def _kangaroo_refusal(drafter: Kangaroo, target: Target) -> str:
         scaled = "" if block.rope_scaling is None else f" and {block.rope_scaling['rope_type']} scaling"
         return (f"the official code rotates with the base {OFFICIAL_ROPE_BASE:g}, this adapter with "
                 f"{block.rope_base:g}{scaled}; train with rope_base: {OFFICIAL_ROPE_BASE:g} to export")
+    if block.qk_norm or drafter.window is not None:
+        return _no_window(drafter.window) if drafter.window else (
+            "the official code has no norms of queries and keys; train without qk_norm to export")
     return checkpoint.head_width(block) or output_bias(target)
 
 

@@ -79,22 +79,24 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
         kind = KINDS.get(drafter.config.correction)
         # It has no mask within a block, drops the first slot, and knows no correction.
         wrong = {"causal slots": drafter.config.causal, "aligned: next": drafter.config.aligned == "next",
+                 f"window {drafter.window}": drafter.window is not None,
                  f"the correction {drafter.config.correction}":
                      kind is None or "OpenVINO GenAI" not in kind.engines}
         found = " and ".join(setting for setting, is_wrong in wrong.items() if is_wrong)
         return dflash.refusal(drafter, target) if not found else (
-            "OpenVINO GenAI runs DFlash alone, with slots that see their whole block, aligned: same and no correction, "
-            f"this drafter has {found}; train another")
+            "OpenVINO GenAI runs DFlash alone, with slots that see their whole block, aligned: same, no window and no "
+            f"correction, this drafter has {found}; train another")
     config, width = drafter.config, drafter.block.hidden_size
     wrong = {f"{drafter.num_layers} layers": drafter.num_layers != 1,
              f"{len(drafter.taps)} tapped layers": len(drafter.taps) != _TARGET_LAYERS,
              f"the width {width} for states {drafter.hidden_size} wide": width != drafter.hidden_size,
              "fc_norm": config.fc_norm, "norm_before_fc": config.norm_before_fc, "norm_output": config.norm_output,
-             "norm_before_residual": config.norm_before_residual}
+             "norm_before_residual": config.norm_before_residual, "qk_norm": drafter.block.qk_norm,
+             f"window {drafter.window}": drafter.window is not None}
     found = " and ".join(setting for setting, is_wrong in wrong.items() if is_wrong)
     return output_bias(target) if not found else (
-        f"OpenVINO GenAI runs EAGLE-3 with one layer, {_TARGET_LAYERS} tapped layers, the target's width and no "
-        f"further norms, this drafter has {found}; train another")
+        f"OpenVINO GenAI runs EAGLE-3 with one layer, {_TARGET_LAYERS} tapped layers, the target's width, no "
+        f"window and no further norms, this drafter has {found}; train another")
 
 
 OPENVINO = ExportFormat[DraftLM | Eagle3 | BlockDraft](

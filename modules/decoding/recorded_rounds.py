@@ -249,13 +249,13 @@ class RecordedRounds:
         if self.batch.state is not None:
             self.batch.state.expect(self.path)
         for cache in self.caches:
-            cache.reserve(self.longest + cache.extent + 4 * self.path)
+            cache.reserve(self.longest, cache.extent + 4 * self.path)
         for cache in self.caches:
             cache.extent = 0
         self._try_out(self.row_steps[-1], max(cache.capacity for cache in self.caches))
         self.extents = [cache.extent for cache in self.caches]
         for cache, extent in zip(self.caches, self.extents, strict=True):
-            cache.reserve(self.longest + extent + 4 * self.path)
+            cache.reserve(self.longest, extent + 4 * self.path)
             cache.take_all()
         most = self.longest + max(self.extents) + 4 * self.path
         self.slot_steps = steps_to(most, min(_LEAST_SLOTS, most))

@@ -12,7 +12,7 @@ Shapes: B rows, N tokens, L positions of a row, H query heads, G key-value heads
 head dimension, J half of it, or keys at a token's own position."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ..target.attention.segment_attention import Segments, Span
+from ..target.attention.segment_attention import QUERIES, Segments, additive
 
 Rotation = tuple[Tensor, Tensor]  # Cosines and signed sines of a rotary embedding, [B, 1, N, E] each
 SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3")
@@ -91,24 +91,46 @@ def _scaled(scaling: str, base: float, head_dim: int, device: torch.device) -> t
 
 def attend_segments(query_BHLE: Tensor, key_BGLE: Tensor, value_BGLE: Tensor, segments: Segments,
                     own: Sequence[tuple[Tensor, Tensor]] = ()) -> Tensor:
-    """Attention output [B, H, L, E] of tokens that see their own segment up to themselves; zero at padding where there
-    are no other keys. A token also sees the further (keys, values) [B, G, L, E] of `own` at its own position."""
+    """Attention output [B, H, L, E] of tokens that see their own segment up to themselves, with a window the newest of
+    it; zero at padding where there are no other keys. A token also sees the further (keys, values) [B, G, L, E] of
+    `own` at its own position."""
     mixed_BHLE: Tensor = _SegmentAttention.apply(  # type: ignore[no-untyped-call]
-        segments.spans, query_BHLE, key_BGLE, value_BGLE, *(part for pair in own for part in pair))
+        _pieces(segments, query_BHLE), query_BHLE, key_BGLE, value_BGLE, *(part for pair in own for part in pair))
     return mixed_BHLE
+
+
+Piece = tuple[int, slice, slice, Tensor | None]  # A row, places of queries and of their keys, mask unless plain causal
+
+
+def _pieces(segments: Segments, like: Tensor) -> list[Piece]:
+    """The segments; a text that is longer than the window in blocks of queries, each with the keys that it can see."""
+    found: list[Piece] = []
+    for row, places in segments.spans:
+        first, end, window = places.start, places.stop, segments.window
+        if window is None or end - first <= window:
+            found.append((row, places, places, None))
+            continue
+        for start in range(first, end, QUERIES):
+            stop, oldest = min(end, start + QUERIES), max(first, start + 1 - window)
+            after_NW = torch.arange(start, stop)[:, None] - torch.arange(oldest, stop)
+            mask = additive((after_NW >= 0) & (after_NW < window), like.dtype)[None, None]
+            found.append((row, slice(start, stop), slice(oldest, stop), mask))
+    return found
 
 
 class _SegmentAttention(torch.autograd.Function):
     """The attention with a backward pass that stores the log-sum-exp in place of scores."""
 
     @staticmethod
-    def forward(ctx: Any, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
+    def forward(ctx: Any, pieces: Sequence[Piece], query: Tensor, key: Tensor, value: Tensor, *own: Tensor) -> Tensor:
         rows, heads, length, size = query.shape
         # In the order of the output layer's input, which then needs no copy.
         mixed = query.new_zeros(rows, length, heads, size).transpose(1, 2)
         total_BHL = query.new_zeros(rows, heads, length, dtype=torch.promote_types(query.dtype, torch.float32))
-        for (row, places), parts in zip(spans, _cut(spans, query, key, value), strict=True):
-            found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, True)
+        for row, places, seen, mask in pieces:
+            parts = _cut(row, heads, (query, places), (key, seen), (value, seen))
+            found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *parts, 0.0, mask is None, attn_mask=mask)
             mixed[row, :, places], total_BHL[row, :, places] = found[0], sums[0]
         scores_JBHL = [_dotted(query, own_key) * size**-0.5 for own_key in own[::2]]
         if scores_JBHL:
@@ -118,7 +140,7 @@ class _SegmentAttention(torch.autograd.Function):
                 share = (scores_BHL - joined_BHL).exp_()[..., None].to(mixed.dtype)
                 _grouped(mixed, own_value).addcmul_(_grouped(share, own_value), own_value[:, :, None])
             total_BHL = joined_BHL
-        ctx.spans = spans
+        ctx.pieces = pieces
         ctx.save_for_backward(total_BHL, mixed, query, key, value, *own, *scores_JBHL)
         return mixed
 
@@ -131,13 +153,15 @@ class _SegmentAttention(torch.autograd.Function):
         # The fused backward pass takes the last dimension for dense, which an expanded gradient is not.
         grad = outer[0] if outer[0].stride(-1) == 1 else outer[0].contiguous()
         grads = [torch.zeros_like(part) for part in (query, key, value)]
-        for (row, places), parts in zip(ctx.spans, _cut(ctx.spans, query, key, value, mixed, grad), strict=True):
-            *read, made, given = parts
+        for row, places, seen, mask in ctx.pieces:
+            given, *read, made = _cut(row, query.shape[1], (grad, places), (query, places), (key, seen), (value, seen),
+                                      (mixed, places))
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                given, *read, made, total_BHL[row : row + 1, :, places], 0.0, True)
+                given, *read, made, total_BHL[row : row + 1, :, places], 0.0, mask is None, attn_mask=mask)
             grads[0][row, :, places] = found[0][0]
             for whole, part in zip(grads[1:], found[1:], strict=True):
-                whole[row, :, places] = torch.unflatten(part[0], 0, (key.shape[1], -1)).sum(1)
+                # Pieces of one text share keys.
+                whole[row, :, seen] += torch.unflatten(part[0], 0, (key.shape[1], -1)).sum(1)
         for scores_BHL, own_key, own_value in zip(scores_JBHL, own[::2], own[1::2], strict=True):
             share_BHL = (scores_BHL - total_BHL).exp_()
             change_BHL = _dotted(grad, own_value).sub_(_dotted(grad, mixed)).mul_(share_BHL).mul_(query.shape[-1]**-0.5)
@@ -147,12 +171,10 @@ class _SegmentAttention(torch.autograd.Function):
         return None, *grads
 
 
-def _cut(spans: Sequence[Span], *states: Tensor) -> Iterator[list[Tensor]]:
-    """The states of each segment as one row, keys and values repeated for the query heads that read them."""
-    heads = states[0].shape[1]
-    for row, places in spans:
-        parts = [part[row : row + 1, :, places] for part in states]
-        yield [part if part.shape[1] == heads else part.repeat_interleave(heads // part.shape[1], 1) for part in parts]
+def _cut(row: int, heads: int, *states: tuple[Tensor, slice]) -> list[Tensor]:
+    """The states of a row at these places, keys and values repeated for the query heads that read them."""
+    parts = [part[row : row + 1, :, places] for part, places in states]
+    return [part if part.shape[1] == heads else part.repeat_interleave(heads // part.shape[1], 1) for part in parts]
 
 
 def _grouped(states_BHLX: Tensor, like: Tensor) -> Tensor:

@@ -111,6 +111,7 @@ class CausalDraft(Proposer[CausalState]):
     num_layers: int  # Number of layers of the whole model
     cache_groups: Sequence[Hashable]
     """A mark of each layer, equal where keys and values have equal shapes, see `RowCache`."""
+    window: int | None = None  # The window of its layers; None where one of them sees the whole text
     slots: int = 0
     """Mask tokens after the root, one for each depth beyond the first; 0 when depths are drafted one by one."""
 
@@ -131,7 +132,7 @@ class CausalDraft(Proposer[CausalState]):
         """An empty state."""
         # Rows are padded to the row with the most unread tokens.
         read = BlockRows(len(self.kept), rows, capacity + WAITING + 1 + self.slots, self.device,
-                         [self.cache_groups[layer] for layer in self.kept])
+                         [self.cache_groups[layer] for layer in self.kept], self.window)
         # The storage holds the layers that run alone; the model numbers all of them, but the others never write.
         places = {layer: place for place, layer in enumerate(self.kept)}
         read.cache.layers = [read.cache.layers[places.get(layer, 0)] for layer in range(self.num_layers)]

@@ -22,7 +22,14 @@ from ..config_checks import CheckedSettings, Parts, Positive, Size
 from ..errors import UserError
 from ..features import Features
 from ..files.json_records import MistypedError, kinds_of, typed_fields
-from ..target.attention.segment_attention import AttentionForm, Segments, Sight, attend_inside, visible_text
+from ..target.attention.segment_attention import (
+    AttentionForm,
+    Segments,
+    Sight,
+    attend_inside,
+    narrowed,
+    visible_text,
+)
 from ..target.attention.tree_attention import attend_apart, attending
 from ..target.devices.compiled_layers import Compiler, Form
 from ..target.kv_cache import RowCache
@@ -53,6 +60,8 @@ class BlockConfig(CheckedSettings):
     """Base of the rotary embedding's frequencies."""
     rope_scaling: dict[str, Any] | None = None
     """Scaling of these frequencies as transformers writes it, see `carried_scaling`; None for none."""
+    qk_norm: bool = False
+    """Whether every head's query and key have an RMSNorm before the rotation, as in Qwen3."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,8 +92,8 @@ class BlockConfig(CheckedSettings):
     def from_dict(cls, description: dict[str, Any]) -> "BlockConfig":
         """The inverse of `dataclasses.asdict`. Raises UserError if a field is missing, unknown or of the wrong kind."""
         try:
-            # A description that says nothing about scaling is that of a block without it.
-            return cls(**typed_fields({"rope_scaling": None, **description}, kinds_of(cls)))
+            # A description that says nothing about scaling or norms is that of a block without them.
+            return cls(**typed_fields({"rope_scaling": None, "qk_norm": False, **description}, kinds_of(cls)))
         except MistypedError as error:
             raise UserError(f"the description of a decoder block is damaged: {error}; copy or train the artifact "
                             "again") from error
@@ -115,16 +124,19 @@ class AttentionContext:
     cache: RowCache | None = None  # The cache of keys and values; None when the tokens see each other alone
     key_positions: Callable[[], Tensor] | None = field(default=None, compare=False)
     """Position ids of the keys [B, W], where they are known, for layers of transformers with a window."""
+    window: int | None = None
+    """Newest tokens of the text that a token sees, itself included, which `visible_BNW` holds too; None for all."""
     tables: dict[str, Rotation] = field(default_factory=dict, compare=False)
     """Rotations of the positions by kind, computed once for queries, keys and all layers."""
 
     @classmethod
-    def training(cls, features: Features) -> "AttentionContext":
-        """The context of training rows: each token of a packed row sees its own segment up to itself."""
+    def training(cls, features: Features, window: int | None = None) -> "AttentionContext":
+        """The context of training rows: each token of a packed row sees its own segment up to itself, or the newest
+        tokens of it. They are counted by their order, which position ids may leave out (`positions.offset_share`)."""
         # On a GPU one launch for each segment, and the wait for their borders, cost more than a mask.
         on_cpu = features.tokens_BL.device.type == "cpu"
-        return cls(positions_BN=features.positions_BL,
-                   visible_BNW=Segments.of(features) if on_cpu else visible_text(features))
+        visible = Segments.of(features) if on_cpu else visible_text(features)
+        return cls(positions_BN=features.positions_BL, visible_BNW=narrowed(visible, window), window=window)
 
     def rotation(self, config: BlockConfig) -> Rotation:
         """Cosines and signed sines by which the heads of such a block rotate at these positions."""
@@ -182,11 +194,9 @@ class _Normed(torch.autograd.Function):
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions and a boolean mask: layer number `layer` in the cache, whose input
-    is `input_size` wide where that is not the block's width (EAGLE-3 concatenates two states). With `qk_norm` every
-    head's query and key have an RMSNorm before the rotation (Qwen3's)."""
+    is `input_size` wide where that is not the block's width (EAGLE-3 concatenates two states)."""
 
-    def __init__(self, config: BlockConfig, layer: int = 0, *, input_size: int | None = None,
-                 qk_norm: bool = False) -> None:
+    def __init__(self, config: BlockConfig, layer: int = 0, *, input_size: int | None = None) -> None:
         super().__init__()
         self.config, self.layer = config, layer
         width = config.hidden_size if input_size is None else input_size
@@ -194,8 +204,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
-        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if qk_norm else None
-        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if qk_norm else None
+        self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The attention output, [B, N, D]."""
@@ -250,12 +260,12 @@ class ResidualLayer(nn.Module):
     input_layernorm: RMSNorm
 
     def __init__(self, config: BlockConfig, layer: int = 0, *, norms: Sequence[str] = (), input_size: int | None = None,
-                 qk_norm: bool = False, states: int = 1) -> None:
+                 states: int = 1) -> None:
         super().__init__()
         width = config.hidden_size
         for name in norms:
             self.add_module(name, RMSNorm(width, eps=config.norm_eps))
-        self.self_attn = Attention(config, layer, input_size=input_size, qk_norm=qk_norm)
+        self.self_attn = Attention(config, layer, input_size=input_size)
         self.post_attention_layernorm = RMSNorm(width, eps=config.norm_eps)
         self.mlp = GatedMLP(width, config.intermediate_size, output_size=states * width)
 
@@ -269,8 +279,8 @@ class ResidualLayer(nn.Module):
 class DecoderBlock(ResidualLayer):
     """A Llama layer, with `qk_norm` a Qwen3 one: normalisation, attention and the MLP on a residual stream."""
 
-    def __init__(self, config: BlockConfig, layer: int = 0, *, qk_norm: bool = False) -> None:
-        super().__init__(config, layer, norms=("input_layernorm",), qk_norm=qk_norm)
+    def __init__(self, config: BlockConfig, layer: int = 0) -> None:
+        super().__init__(config, layer, norms=("input_layernorm",))
 
     def forward(self, hidden_BND: Tensor, attention: AttentionContext) -> Tensor:
         """The residual stream after the block, [B, N, D]."""

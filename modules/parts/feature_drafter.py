@@ -8,6 +8,7 @@ provides the target's states of more positions: the drafted states are discarded
 Shapes: B rows, L positions, N new positions, K draft steps, D hidden size, R rows of a decoding state, F frontier
 nodes, M nodes of the growing tree, Q entries of the draft vocabulary."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..config_checks import Positive
+from ..config_checks import Positive, Size
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import DrafterConfig, Drafts
@@ -43,6 +44,27 @@ class FeatureConfig(DrafterConfig):
     rope_base: Positive | None = None
     """Base of the rotary embedding, without scaling; None takes the target's, with its scaling (linear, dynamic, yarn,
     longrope, llama3). The official code's is always 10000."""
+    window: Size | None = None
+    """Newest tokens of the text that a token sees, itself included; None for all. A draft then keeps no more of a long
+    text than these and one pass."""
+    qk_norm: bool | None = None
+    """Whether every head's query and key have an RMSNorm, as in Qwen3. None gives them to blocks, and to EAGLE-3 for a
+    target that has them itself: of EAGLE-3's engines vLLM alone reads them."""
+    ahead: ClassVar[tuple[str, ...]] = ()
+    """Settings whose product is the number of tokens of a draft that one of them sees: a window holds these at least.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least = max(DEPTHS, math.prod(getattr(self, name) for name in self.ahead))
+        if self.window is not None and self.window < least:
+            raise UserError(f"window is {self.window}, and a draft of up to {least} tokens"
+                            + "".join(f", {name} {getattr(self, name)}," for name in self.ahead)
+                            + f" reads its own tokens too; set window to at least {least}, or leave it out")
+
+    def carries(self, name: str, start: Any) -> bool:
+        """All weights fit a window, which training then makes the best of."""
+        return super().carries(name, start) or name == "window"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +91,15 @@ class FeatureDrafter(BorrowingDrafter[State]):
     num_layers: int = 1  # Decoder layers that write keys
     block_size: int = 1  # Tokens drafted by one run of the layers
 
+    @property
+    def window(self) -> int | None:
+        """Newest tokens of the text that its layers see; None for all."""
+        return self.config.window
+
     @classmethod
     def fitted(cls, config: Any, target: Target) -> tuple[Any, BlockConfig]:
         """(settings, shape of the layers) for this target. Raises UserError when they do not fit it."""
-        return config, block_like(target, config.rope_base)
+        return config, block_like(target, config.rope_base, bool(config.qk_norm))
 
     def require_rows(self, features: Features, keys: str) -> None:
         """Refuse training rows that are too short for the trained steps, which these keys set. Raises UserError."""
@@ -104,15 +131,16 @@ def columns_for(taps: Sequence[int], former_EF: Tensor, former_taps: Sequence[in
     return columns_ETD.flatten(1)
 
 
-def block_like(target: Target, rope_base: float | None = None) -> BlockConfig:
-    """The shape of the target's own layers, with this base of the rotary embedding and no scaling. None takes the
-    target's base and scaling, or the official code's where its configuration has none."""
+def block_like(target: Target, rope_base: float | None = None, qk_norm: bool = False) -> BlockConfig:
+    """The shape of the target's own layers, with this base of the rotary embedding and no scaling, with norms of the
+    heads or not. None takes the target's base and scaling, or the official code's where its configuration has none."""
     given: dict[str, Any] = target.config.to_dict()
     kinds = rope_by_kind(given.get("rope_parameters"))
     # A drafter's layers see the whole text, as the target's layers with full attention do.
     rope = kinds.get("full_attention") or next(iter(kinds.values()))
     own = rope.get("rope_theta") or given.get("rope_theta") or OFFICIAL_ROPE_BASE
     block = BlockConfig.like(target, rope_base=float(own if rope_base is None else rope_base))
+    block = replace(block, qk_norm=qk_norm)
     if rope_base is not None:
         return block
     return replace(block, rope_scaling=carried_scaling(rope, block.head_dim, target.context_length))
@@ -196,7 +224,7 @@ class EagleDrafter(FeatureDrafter[EagleState]):
 
     def contexts(self, features: Features) -> Iterator[AttentionContext]:
         """Attention contexts of successive steps in training."""
-        return step_attentions(AttentionContext.training(features))
+        return step_attentions(AttentionContext.training(features, self.window))
 
     def rollout(self, features: Features, steps: int, attentions: Iterator[AttentionContext]) -> list[Tensor]:
         """The layer's states of each step at all positions, [B, L, D] each."""
@@ -214,7 +242,7 @@ class EagleDrafter(FeatureDrafter[EagleState]):
         self.pack_linears()
         like = next(self.parameters())
         own = RowBuffer(rows, self.state_size, device=like.device, dtype=like.dtype)
-        return EagleState(own, BlockRows(self.num_layers, rows, capacity, like.device))
+        return EagleState(own, BlockRows(self.num_layers, rows, capacity, like.device, window=self.window))
 
     @torch.no_grad()
     def observe(self, state: EagleState, rows_R: Tensor, observation: Observation) -> None:

@@ -16,6 +16,8 @@ blocks before it and the text up to the start of the draft.
 A drafter of blocks over the target's states (DFlash, arXiv:2602.06036) has keys of the text that are no layer's output:
 the S slots of a block see those up to the position p after which the block starts, and each other.
 
+With a window a draft step sees as many keys of the text fewer as it is places ahead of p: its own draft is nearer.
+
 Shapes: B rows, L positions, A of them after which blocks start, K positions of a block, S slots of one, H query heads,
 G key-value heads, R query heads of one, E head dimension, J steps, X head dimension with room for the diagonal."""
 
@@ -28,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..features import Features
-from ..target.attention.segment_attention import AttentionForm, Segments, Sight, additive, attend_inside
+from ..target.attention.segment_attention import AttentionForm, Segments, Sight, additive, attend_inside, narrowed
 from .attention import attend_segments
 from .decoder_block import AttentionContext
 
@@ -40,7 +42,6 @@ class _Keys:
     """Keys and values of one layer: step 0, with room for the diagonal where the kernel needs it, and later steps."""
 
     past_BGLX: tuple[Tensor, Tensor]
-    visible: Sight  # Sight of step 0 at each position: a mask [B, 1, L, L + 1] as numbers to be added, or the segments
     own: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
@@ -50,25 +51,25 @@ class StepAttention(AttentionContext):
 
     step: int  # Number of the step; step 0 reads the target's states, each later one the step before it
     keys: dict[int, _Keys]  # Keys by layer, written by step 0
+    sights: dict[int, Sight]  # Sight of the text by the places that a step is ahead, see `_sight`
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output over step 0 and the heads' own positions, [B, H, L, E]."""
-        if self.step == 0 and not _needs_no_room(self.visible_BNW, query_BHNE):
-            below = next(iter(self.keys.values()), None)
-            visible = _with_column(self.visible_BNW, key_BGNE.dtype) if below is None else below.visible
-            self.keys[layer] = _Keys(_with_room(key_BGNE, value_BGNE), visible)
+        if self.step == 0:
+            as_it_is = _needs_no_room(self.visible_BNW, query_BHNE)
+            self.keys[layer] = _Keys((key_BGNE, value_BGNE) if as_it_is else _with_room(key_BGNE, value_BGNE))
             return super().attend(layer, query_BHNE, key_BGNE, value_BGNE)
-        held = self.keys.setdefault(layer, _Keys((key_BGNE, value_BGNE), self.visible_BNW))
-        if self.step:
-            held.own.append((key_BGNE, value_BGNE))
-        return _joined(query_BHNE, held)
+        held = self.keys[layer]
+        held.own.append((key_BGNE, value_BGNE))
+        return _joined(query_BHNE, held, _sight(self, self.step, key_BGNE, self.sights))
 
 
 def step_attentions(text: AttentionContext) -> Iterator[StepAttention]:
     """Attention contexts of steps 0, 1, 2, ... over a batch with the context of its text."""
-    keys = dict[int, _Keys]()
+    keys, sights = dict[int, _Keys](), dict[int, Sight]()
     for step in count():
-        yield StepAttention(positions_BN=text.positions_BN + step, visible_BNW=text.visible_BNW, step=step, keys=keys)
+        yield StepAttention(positions_BN=text.positions_BN + step, visible_BNW=text.visible_BNW, window=text.window,
+                            step=step, keys=keys, sights=sights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,7 @@ class BlockAttention(AttentionContext):
     written: dict[int, tuple[Tensor, Tensor]]  # Keys and values of the text by layer, written by block 0
     keys: dict[int, _Keys]
     """These keys and values, with room for the diagonal where needed, and those of later blocks; created by block 1."""
+    sights: dict[int, Sight]  # Sight of the text by the places that a block's end is ahead, see `_sight`
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output over the text and the blocks after the heads' own positions, [B, H, K * L, E]."""
@@ -93,22 +95,22 @@ class BlockAttention(AttentionContext):
             return torch.cat(read, dim=2)
         if layer not in self.keys:
             as_it_is = _needs_no_room(self.visible_BNW, query_BHNE)
-            past = self.written[layer] if as_it_is else _with_room(*self.written[layer])
-            self.keys[layer] = _Keys(past, _with_column(self.visible_BNW, key_BGNE.dtype))
-        held = self.keys[layer]
+            self.keys[layer] = _Keys(self.written[layer] if as_it_is else _with_room(*self.written[layer]))
+        held, visible = self.keys[layer], _sight(self, self.block * self.size, key_BGNE, self.sights)
         held.own += zip(keys, values, strict=True)
-        return torch.cat([_joined(query_BHLE, held) for query_BHLE in query_BHNE.chunk(self.size, dim=2)], dim=2)
+        read = [_joined(query_BHLE, held, visible) for query_BHLE in query_BHNE.chunk(self.size, dim=2)]
+        return torch.cat(read, dim=2)
 
 
 def block_attentions(text: AttentionContext, size: int) -> Iterator[BlockAttention]:
     """Attention contexts of blocks 0, 1, 2, ... over a batch with the context of its text, and a draft that starts
     after every position: block b ends b K positions after it, with K the `size`."""
-    written, keys = dict[int, tuple[Tensor, Tensor]](), dict[int, _Keys]()
+    written, keys, sights = dict[int, tuple[Tensor, Tensor]](), dict[int, _Keys](), dict[int, Sight]()
     for block in count():
         first = size * (block - 1) + 1
         positions_BN = torch.cat([text.positions_BN + first + place for place in range(size)], dim=1)
-        yield BlockAttention(positions_BN=positions_BN, visible_BNW=text.visible_BNW, block=block, size=size,
-                             written=written, keys=keys)
+        yield BlockAttention(positions_BN=positions_BN, visible_BNW=text.visible_BNW, window=text.window, block=block,
+                             size=size, written=written, keys=keys, sights=sights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,8 @@ class SlotAttention(AttentionContext):
     causal: bool  # Whether a slot sees those before it and itself alone, or all slots of its block
     text: dict[int, tuple[Tensor, Tensor]]
     """Keys and values of the text by layer, [B, G, L, E] each, to be filled before the slots run."""
+    sights: dict[int, Sight] = field(default_factory=dict, compare=False)
+    """Sight of the text by the places that a slot is ahead, see `_sight`."""
 
     @classmethod
     def after(cls, text: AttentionContext, features: Features, indices_BA: Tensor | None, slots: int, *, causal: bool
@@ -132,15 +136,17 @@ class SlotAttention(AttentionContext):
             own_BA1 = features.segments_BL.gather(1, indices_BA)[..., None]
             visible = (features.segments_BL[:, None] == own_BA1) & (order_L <= indices_BA[..., None])
         positions_BN = torch.cat([positions_BA + 1 + slot for slot in range(slots)], dim=1)
-        return cls(positions_BN=positions_BN, visible_BNW=visible, slots=slots, causal=causal, text={})
+        return cls(positions_BN=positions_BN, visible_BNW=visible, window=text.window, slots=slots, causal=causal,
+                   text={})
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output over the text and the slots of the heads' own block, [B, H, S * A, E]."""
-        past, visible = self.text[layer], self.visible_BNW
-        if not _needs_no_room(visible, query_BHNE):
-            past, visible = _with_room(*past), _with_column(visible, key_BGNE.dtype)
+        past = self.text[layer]
+        if not _needs_no_room(self.visible_BNW, query_BHNE):
+            past = _with_room(*past)
         own = list(zip(key_BGNE.chunk(self.slots, dim=2), value_BGNE.chunk(self.slots, dim=2), strict=True))
-        read = [_joined(query_BHAE, _Keys(past, visible, own[: slot + 1] if self.causal else own))
+        read = [_joined(query_BHAE, _Keys(past, own[: slot + 1] if self.causal else own),
+                        _sight(self, 1 + slot, key_BGNE, self.sights))
                 for slot, query_BHAE in enumerate(query_BHNE.chunk(self.slots, dim=2))]
         return torch.cat(read, dim=2)
 
@@ -150,12 +156,16 @@ def _needs_no_room(visible: Sight, query_BHLE: Tensor) -> bool:
     return isinstance(visible, Segments) and query_BHLE.device.type == "cpu"
 
 
-def _with_column(visible_BLL: Sight, dtype: torch.dtype) -> Sight:
-    """A mask with one more key for every position, as numbers to add to the scores; all layers share it. Each step
-    would convert a boolean mask to such numbers and keep its own copy for backward. Segments stay as they are."""
-    if isinstance(visible_BLL, Segments):
-        return visible_BLL
-    return additive(functional.pad(visible_BLL, (0, 1), value=True)[:, None], dtype)
+def _sight(context: AttentionContext, ahead: int, like: Tensor, made: dict[int, Sight]) -> Sight:
+    """Sight of the text of queries so many places ahead of their positions: a mask with one more key for every
+    position, as numbers to add to the scores. All layers share it, and without a window all steps: each would convert a
+    boolean mask to such numbers and keep its own copy for backward. Segments stay segments."""
+    window = None if context.window is None else context.window - ahead
+    if (place := 0 if window is None else ahead) not in made:
+        visible = narrowed(context.visible_BNW, window)
+        made[place] = visible if isinstance(visible, Segments) else additive(
+            functional.pad(visible, (0, 1), value=True)[:, None], like.dtype)
+    return made[place]
 
 
 def _with_room(key_BGLE: Tensor, value_BGLE: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,12 +180,12 @@ def _with_room(key_BGLE: Tensor, value_BGLE: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(last_L1, diagonal_X, keys), torch.where(last_L1, marks, values)
 
 
-def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
+def _joined(query_BHLE: Tensor, held: _Keys, visible: Sight) -> Tensor:
     """Attention over step 0 and the diagonal as one softmax, [B, H, L, E]. With d the log-sum-exp of the diagonal
     scores, softmax over [step 0, d] gives the final weights of step 0 and the total weight of the diagonal, which the
     diagonal's own softmax distributes."""
-    if isinstance(held.visible, Segments) and query_BHLE.device.type == "cpu":
-        return attend_segments(query_BHLE, *held.past_BGLX, held.visible, held.own)
+    if isinstance(visible, Segments) and query_BHLE.device.type == "cpu":
+        return attend_segments(query_BHLE, *held.past_BGLX, visible, held.own)
     size = query_BHLE.shape[-1]
     scale = size**-0.5
     rows, heads, length, _ = query_BHLE.shape
@@ -191,12 +201,12 @@ def _joined(query_BHLE: Tensor, held: _Keys) -> Tensor:
     low_BHL1 = (wanted_BHL1 - high_BHL1.to(wanted_BHL1.dtype)).to(query_BHLE.dtype)
     room_BHLX = functional.pad(torch.cat([high_BHL1, low_BHL1], dim=-1), (0, _ROOM - 2))
     wide_BHLX, (keys, values) = torch.cat([query_BHLE, room_BHLX], dim=-1), held.past_BGLX
-    if isinstance(held.visible, Segments):
+    if isinstance(visible, Segments):
         first = keys[:, :, -1:], values[:, :, -1:]
-        mixed_BHLX = attend_inside(wide_BHLX, keys[:, :, :-1], values[:, :, :-1], held.visible,
+        mixed_BHLX = attend_inside(wide_BHLX, keys[:, :, :-1], values[:, :, :-1], visible,
                                    AttentionForm(scaling=scale), first)
     else:
-        mixed_BHLX = functional.scaled_dot_product_attention(wide_BHLX, keys, values, attn_mask=held.visible,
+        mixed_BHLX = functional.scaled_dot_product_attention(wide_BHLX, keys, values, attn_mask=visible,
                                                              scale=scale, enable_gqa=heads != keys.shape[1])
     shares_BGRLJ = (scores_BHLJ - total_BHL1).exp().to(query_BHLE.dtype).view(*query_BGRLE.shape[:4], -1)
     own_BGRLE = torch.zeros_like(query_BGRLE)

@@ -3,7 +3,10 @@
 Shapes: B rows, H key-value heads, S slots of a row, W slots in use, N new tokens, K nodes of a path, E width of a key
 or of a value.
 A tree pass writes node n of row b at slot lengths[b] + n; `commit` moves the accepted ones to the front of the free
-part. Slots and position ids are different things: a node's position is its row's length plus its depth."""
+part. Slots and position ids are different things: a node's position is its row's length plus its depth.
+
+Of layers that see a window a row keeps the newest tokens alone, in a ring: the token at place p is in slot p modulo the
+slots. A pass overwrites tokens that none of its own sees. What it commits are its first tokens: nothing is moved."""
 
 import weakref
 from collections.abc import Hashable, Sequence
@@ -31,7 +34,8 @@ class Window:
     rows: slice | Tensor  # Rows of the storage: a slice (read through a view) or an index tensor (through a copy)
     rows_B1: Tensor  # The same rows as a column of indices
     host_rows: list[int]  # The same rows on the host
-    slots_BN: Tensor  # Slot of every new token
+    places_BN: Tensor  # Place of every new token in its row, the tokens before it counted
+    slots_BN: Tensor  # Its slot: its place, or in a ring where that comes round to
     width: int  # Slots up to the last one in use
     start: int | None  # First slot of the new tokens where it is that of all rows, neighbours: one block is copied
     virtual_BN: Tensor | None  # True at new tokens that are virtual nodes; None where none is
@@ -106,15 +110,16 @@ class Block:
 class RowCache(RecurrentCache):
     """Keys and values of a batch of rows that grow and finish at their own pace. Memory is taken as the rows grow:
     answers seldom reach the length that they may have, `capacity`: the longest sequence plus the largest tree, in
-    tokens. `device` holds the lengths. Where `layer_devices` differ, each layer's keys and values stay where the first
-    ones are written. `groups` tells of each layer what those with keys and values of equal shapes share, None where it
-    holds none."""
+    tokens; with `newest` so many of its last tokens, and the largest pass. `device` holds the lengths. Where
+    `layer_devices` differ, each layer's keys and values stay where the first ones are written. `groups` tells of each
+    layer what those with keys and values of equal shapes share, None where it holds none."""
 
     def __init__(self, num_layers: int, rows: int, capacity: int, device: torch.device,
                  layer_devices: Sequence[torch.device] = (), groups: Sequence[Hashable] = (),
-                 recurrent: bool = False) -> None:
+                 recurrent: bool = False, newest: int | None = None) -> None:
         super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
-        self.num_layers, self.rows, self.capacity = num_layers, rows, capacity
+        self.num_layers, self.rows, self.newest = num_layers, rows, newest
+        self.capacity = capacity if newest is None else min(capacity, newest)
         self.blocks: list[Block] = []
         parts = PARTS if rows * capacity >= MANY_SLOTS else 1
         kinds: dict[Hashable, list[int]] = {}
@@ -169,16 +174,30 @@ class RowCache(RecurrentCache):
         index = list(range(self.rows))[rows] if isinstance(rows, slice) else rows
         self.extent = max(self.extent, gap + size)
         width = max(self.host_lengths[row] for row in index) + gap + size
-        if width > (most := self.capacity if self.bound is None else self.bound):
-            raise ValueError(f"a row would need {width} cache slots, it has {most}; ask for a larger capacity")
-        device = self.lengths_B.device
+        most = self.capacity if self.bound is None else self.bound
+        if width > most:
+            if self.newest is None or most < self.capacity or self.newest - 1 + gap + size > most:
+                raise ValueError(f"a row would need {width} cache slots, it has {most}; ask for a larger capacity")
+            width = 0  # The ring is full, and read whole.
         rows_B = self.row_numbers(index)
-        slots_BN = self.lengths_B[rows_B][:, None] + torch.arange(gap, gap + size, device=device)
+        places_BN = self.lengths_B[rows_B][:, None] + torch.arange(gap, gap + size, device=self.lengths_B.device)
         level = isinstance(rows, slice) and len({self.host_lengths[row] for row in index}) == 1 and self.bound is None
         self.window = Window(rows=rows if isinstance(rows, slice) else rows_B, rows_B1=rows_B[:, None], host_rows=index,
-                             slots_BN=slots_BN, width=width if self.bound is None else self.bound,
-                             start=width - size if level else None, virtual_BN=virtual_BN)
+                             places_BN=places_BN, slots_BN=places_BN if self.newest is None else
+                             places_BN % self.capacity, width=width if width and self.bound is None else most,
+                             start=width - size if level and width else None, virtual_BN=virtual_BN)
         return self.window
+
+    def held(self) -> Tensor:
+        """Place in its row of what each slot in use holds after the running pass, [B, W]; negative in a ring where that
+        is nothing. Raises ValueError if no pass is running."""
+        if (window := self.window) is None:
+            raise ValueError("there is no pass; announce one with open first")
+        slots_W = torch.arange(window.width, device=window.slots_BN.device)
+        if self.newest is None:
+            return slots_W.expand(len(window.host_rows), -1)
+        last_B1 = window.places_BN[:, -1:]
+        return last_B1 - (last_B1 - slots_W) % self.capacity
 
     def row_numbers(self, rows: list[int]) -> Tensor:
         """These rows on the device, [R]. The first ones in order are there already; the host waits to copy others."""
@@ -186,12 +205,27 @@ class RowCache(RecurrentCache):
             return self._order_B[: len(rows)]
         return torch.tensor(rows, device=self._order_B.device)
 
-    def reserve(self, capacity: int) -> None:
-        """Make room for at least `capacity` slots in every row; where there are fewer, what is there is copied once."""
-        if capacity <= self.capacity:
+    def reserve(self, tokens: int, room: int) -> None:
+        """Make room in every row for so many tokens, as far as they are kept, and for `room` more of a pass; where
+        there is less, what is there is copied once."""
+        needed = room + (tokens if self.newest is None else min(tokens, self.newest - 1))
+        if needed <= (former := self.capacity):
             return
         # A quarter more than asked for: a draft that outgrows the rows does so level by level.
-        self.capacity = capacity + capacity // 4
+        self.capacity = needed + needed // 4
+        if self.newest is None or max(self.host_lengths) <= former:
+            return
+        # A ring has come round: its tokens go to the slots that they have in the larger one.
+        last_B1 = self.lengths_B[:, None] - 1
+        from_BS = (last_B1 - (last_B1 - torch.arange(self.capacity, device=last_B1.device)) % self.capacity) % former
+
+        def moved(part: Tensor) -> Tensor:
+            rows = zip(part.unbind(1), from_BS.to(part.device), strict=True)
+            return torch.stack([row.index_select(2, from_S) for row, from_S in rows], 1)
+
+        for block in self.blocks:
+            block.storage = None if block.storage is None else moved(block.storage)
+            block.values = None if block.values is None else moved(block.values)
 
     def take_all(self) -> None:
         """Take the memory of all slots, now or at the first pass, after which nothing is moved."""

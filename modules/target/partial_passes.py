@@ -247,7 +247,7 @@ class EarlyLayers:
         """Run the layers on the last F nodes of a tree, whose other nodes are in the cache; returns [B, F, D].
         `virtual_BF` is None where no node is virtual."""
         count = embedded_BFD.shape[1]
-        self.cache.reserve(max(self.cache.host_lengths[row] for row in rows) + tree.size)
+        self.cache.reserve(max(self.cache.host_lengths[row] for row in rows), tree.size)
         adjacent = rows == list(range(len(rows)))
         window = self.cache.open(slice(0, len(rows)) if adjacent else rows, count, gap=tree.size - count,
                                  virtual_BN=virtual_BF)

@@ -81,6 +81,32 @@ def one_layer(target: Target, *, sparse: bool) -> Any:
     return config_of({**fields, **{name: value for name, value in kind.items() if fields.get(name) is not None}})
 
 
+def window_of(config: Any) -> int | None:
+    """The window of all layers of a configuration; None where one of them sees the whole text."""
+    # Of a kind of models without windows a stray key means nothing.
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    has_window = hasattr(type(config), "sliding_window") and set(kinds) == {"sliding_attention"}
+    return config.sliding_window if has_window else None
+
+
+def windowed(config: Any, window: int) -> Any:
+    """The configuration with this window in every layer. A Llama becomes a Mistral, whose layers are its own with a
+    window. UserError for another kind of model without windows."""
+    from transformers import MistralConfig
+
+    fields = fields_of(config)
+    if config.model_type == "llama" and not fields.get("attention_bias") and not fields.get("mlp_bias"):
+        known = MistralConfig().to_dict().keys()
+        fields = {**{name: value for name, value in fields.items() if name in known}, "sliding_window": window,
+                  "model_type": "mistral"}
+    if not hasattr(type(config_of(fields)), "sliding_window"):
+        raise UserError(f"drafter.window is {window}, and the layers of a {config.model_type} have no window; leave "
+                        "window out, or choose num_layers of a target that is a Llama, Mistral or Qwen")
+    every = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0,
+             "layer_types": ["sliding_attention"] * config.num_hidden_layers}
+    return config_of(fields | {name: value for name, value in every.items() if name in fields})
+
+
 def _changed(own: Any, fields: dict[str, Any], layers: Sequence[int], *, plain: bool = False) -> Any:
     from transformers import LlamaConfig
 

@@ -6,6 +6,7 @@ Shapes: V target vocabulary, Q entries of the draft vocabulary."""
 import json
 import math
 import shlex
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ TAPS = "draftsmith_taps"  # The tapped layers by their outputs, from 0, whoever 
 ROPE_BASE = "draftsmith_rope_base"
 """The base of the rotary embedding, which in files of the official trainers is not the one of `rope_theta`."""
 EMBEDDING = "embed_tokens.weight"
+SLIDING = "sliding_attention"  # The kind of layers with a window
 
 
 def linear_names(tensors: Mapping[str, Tensor], drafter: Eagle | Eagle3) -> set[str]:
@@ -40,15 +42,19 @@ def linear_names(tensors: Mapping[str, Tensor], drafter: Eagle | Eagle3) -> set[
 def layer_config(drafter: Eagle | Eagle3 | BlockDraft, target: Target) -> dict[str, Any]:
     """A Llama configuration of the drafter's layers, under the names that engines read."""
     block = drafter.block
-    scaled = {} if block.rope_scaling is None else {"rope_scaling": block.rope_scaling}
+    further: dict[str, Any] = {} if block.rope_scaling is None else {"rope_scaling": block.rope_scaling}
+    if drafter.window is not None:
+        further |= {"layer_types": [SLIDING] * drafter.num_layers, "sliding_window": drafter.window,
+                    "use_sliding_window": True}
+    kind = "qwen3" if block.qk_norm else "llama"
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "architectures": [f"{kind.capitalize()}ForCausalLM"], "model_type": kind, "hidden_act": "silu",
         "num_hidden_layers": drafter.num_layers,
         "hidden_size": block.hidden_size, "intermediate_size": block.intermediate_size,
         "num_attention_heads": block.num_heads, "num_key_value_heads": block.num_kv_heads, "head_dim": block.head_dim,
         "rms_norm_eps": block.norm_eps, "rope_theta": block.rope_base, "vocab_size": drafter.vocab_size,
         "max_position_embeddings": target.context_length, "tie_word_embeddings": False, "torch_dtype": "float32",
-        "attention_bias": False, "mlp_bias": False, **scaled}
+        "attention_bias": False, "mlp_bias": False, **further}
 
 
 def eagle_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
@@ -59,7 +65,9 @@ def eagle_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
     # TensorRT-LLM looks for this norm in eagle_config alone.
     inside = {LAYER_IDS: list(drafter.taps), "use_aux_hidden_state": True,
               "norm_before_fc": drafter.config.norm_before_fc}
-    return {**said, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": entries(drafter),
+    # The only engine with norms of queries and keys is vLLM, under its own name of the model.
+    kind = "Eagle3Qwen3ForCausalLM" if drafter.block.qk_norm else "LlamaForCausalLMEagle3"
+    return {**said, "architectures": [kind], "draft_vocab_size": entries(drafter),
             "eagle_config": inside, **tapped(drafter), "num_aux_hidden_states": len(drafter.taps),
             TAPS: list(drafter.taps), **{name: getattr(drafter.config, name) for name in NORMS}}
 
@@ -157,6 +165,29 @@ def block_of(given: Checkpoint, target: Target, rope_base: float | None) -> Bloc
         norm_eps=float(said.get("rms_norm_eps", BlockConfig.norm_eps)), rope_base=float(rope_base or named),
         # A trainer that passes over the base passes over its scaling too.
         rope_scaling=_scaling(said, target) if rope_base in (None, named) else None)
+
+
+def window_in(given: Checkpoint) -> int | None:
+    """The window of all layers; None where they see the whole text. Raises UserError for a window without a size, and
+    for unknown kinds of layers; warns where only some layers have a window."""
+    said = given.settings
+    # Qwen3's two keys stand for a window where no list says which layers have one.
+    kinds = {*(said.get("layer_types") or [SLIDING] * any(said.get(key) for key in ("use_sliding_window", "use_swa")))}
+    if strange := kinds - {"full_attention", SLIDING}:
+        raise UserError(f"{given.config} says layer_types: {json.dumps(sorted(strange))}; only full_attention and "
+                        f"{SLIDING} can be imported, choose such a checkpoint")
+    if SLIDING not in kinds:
+        return None
+    size = said.get("swa_window_size", said.get("sliding_window"))
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise UserError(f"{given.config} has layers with a window and says sliding_window: {json.dumps(size)}; it must "
+                        "be a number of tokens of at least 1, copy it again")
+    if len(kinds) > 1:
+        warnings.warn(f"{given.config} has layers with a window over the text (sliding_window: {size} tokens) next to "
+                      "layers without, and here all see the whole of it: in longer texts the draft reads more than in "
+                      "its training, and less of it may be accepted", stacklevel=4)
+        return None
+    return size
 
 
 def _scaling(said: dict[str, Any], target: Target) -> dict[str, Any] | None:

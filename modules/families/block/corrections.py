@@ -11,6 +11,7 @@ convolution, G groups of components, J numbers of a slot's kernels, P numbers of
 entries of the draft vocabulary, V tokens of the target's vocabulary."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
@@ -132,10 +133,10 @@ class SlotConvolution(nn.Module):
 
 
 class SlotBlock(DecoderBlock):
-    """A layer of the backbone, with convolutions around its attention and its MLP if `convolved`."""
+    """A layer of the backbone, Qwen3's, with convolutions around its attention and its MLP if `convolved`."""
 
     def __init__(self, config: BlockConfig, layer: int, slots: int, *, convolved: bool) -> None:
-        super().__init__(config, layer, qk_norm=True)
+        super().__init__(replace(config, qk_norm=True), layer)
         self.attention_conv = SlotConvolution(config.hidden_size, slots) if convolved else None
         self.mlp_conv = SlotConvolution(config.hidden_size, slots) if convolved else None
 

@@ -115,7 +115,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
                 raise UserError(f"mask_token_id {mask} is {tokens.decode([mask])!r} to "
                                 f"{target.identity.name}, a token that its text has; choose the id of a reserved "
                                 "token, or leave mask_token_id out for a row of the drafter's own")
-        return replace(config, taps=chosen_taps(config.taps, target)), block_like(target, config.rope_base)
+        return replace(config, taps=chosen_taps(config.taps, target)), block_like(target, config.rope_base, True)
 
     def initialise(self, target: Target) -> None:
         """Let the context be the highest tap, and every slot pass on what it reads to the target's last norm."""
@@ -204,7 +204,7 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
             chance_BL = torch.rand(valid_BAK.shape[:2], device=valid_BAK.device).masked_fill(~valid_BAK[..., 0], 2.0)
             indices_BA = chance_BL.topk(self.config.anchors, largest=False).indices.sort().values
             valid_BAK = valid_BAK.gather(1, indices_BA[..., None].expand(-1, -1, steps))
-        text = AttentionContext.training(features)
+        text = AttentionContext.training(features, self.window)
         attention = SlotAttention.after(text, features, indices_BA, self.block_size, causal=self.config.causal)
         context_BLD = self.context(features.taps)
         for number, layer in enumerate(self.layers):
@@ -244,7 +244,8 @@ class BlockDraft(FeatureDrafter[BlockState], JudgesGuesses):
         device, width = self.fc.weight.device, self.block.hidden_size
         newest = RowBuffer(rows, width, device=device, dtype=self.dtype) if self.config.residual else None
         # The slots of a block take places after the text for one pass, whatever the tree.
-        return BlockState(BlockRows(self.num_layers, rows, capacity + self.block_size, device), newest)
+        held = BlockRows(self.num_layers, rows, capacity + self.block_size, device, window=self.window)
+        return BlockState(held, newest)
 
     @torch.no_grad()
     def observe(self, state: BlockState, rows_R: Tensor, observation: Observation) -> None:

@@ -14,6 +14,7 @@ class BlockDraftConfig(TappedConfig):
     """The shape of a drafter of blocks."""
 
     training_only = frozenset({"anchors"})
+    ahead = ("block_size",)
     num_layers: Parts = 2
     """Decoder layers of the backbone; the papers have 5, DSpark's ablation 2."""
     block_size: Parts = 5
@@ -52,6 +53,9 @@ class BlockDraftConfig(TappedConfig):
         if self.aligned == "same" and self.block_size == 1:
             raise UserError("block_size is 1 and aligned 'same', and the only slot would predict the token that it "
                             "reads; set block_size to at least 2, or aligned to next")
+        if self.qk_norm is False:
+            raise UserError("qk_norm is false, and the layers of blocks always have norms of queries and keys, as all "
+                            "layouts of them do; leave qk_norm out")
         kind = CORRECTIONS[self.correction]
         if kind.chooses and self.vocabulary_size is not None:
             raise UserError(f"correction is {self.correction!r}, which chooses among all tokens of the target, and "

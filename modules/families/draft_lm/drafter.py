@@ -33,7 +33,7 @@ from ...target.loading.hf_folder import folder_digest, read_model, require_vocab
 from ...target.loading.model_parts import TargetIdentity, decoder_of, layer_list
 from ...target.model import Target, post_process
 from ...target.recurrent.recurrent_passes import install
-from ...target.submodel import config_of, copy_layers, fields_of, new_model
+from ...target.submodel import config_of, copy_layers, fields_of, new_model, window_of
 from .settings import DraftLMConfig, check_mask_token, planned
 
 
@@ -73,7 +73,7 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         self.num_layers, size = len(self.layers), config.vocabulary_size
         self.cache_groups = [tuple(weight.shape for weight in layer.parameters()) for layer in self.layers]
         check_mask_token(config, self.vocab_size)
-        self.kept, self.slots = range(self.num_layers), config.depths - 1
+        self.kept, self.slots, self.window = range(self.num_layers), config.depths - 1, window_of(self.architecture)
         self.positions = int(getattr(self.architecture, "max_position_embeddings", 1 << 30))
         """Largest context of the draft model, in tokens."""
         if self.slots:
@@ -120,6 +120,9 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         on_meta = target.device.type == "meta"
         if config.folder is not None and not on_meta:
             model = read_model(Path(config.folder), target)
+            if config.window is not None:
+                held, model = model.state_dict(), new_model(architecture)
+                model.load_state_dict(held)
         else:
             with target.device if on_meta else nullcontext():
                 model = new_model(architecture)

@@ -9,7 +9,7 @@ from ...errors import UserError
 from ...interfaces.drafter import DrafterConfig
 from ...target.loading.hf_folder import read_config
 from ...target.model import Target
-from ...target.submodel import chosen, smaller
+from ...target.submodel import chosen, smaller, windowed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,9 @@ class DraftLMConfig(DrafterConfig):
     """Tokens guessed in one pass of the draft: above 1, a learned mask token replaces each one not yet known."""
     mask_token_id: int | None = None
     """A reserved token whose embedding holds the mask token's in exports; None exports without mask tokens."""
+    window: Size | None = None
+    """Newest tokens of the text that a token sees in every layer, itself included; None leaves windows as they are. A
+    Llama with a window is a Mistral. The draft then keeps no more of a long text than these and one pass."""
 
     def carries(self, name: str, start: Any) -> bool:
         """The mask token names a row of exports alone."""
@@ -45,6 +48,9 @@ class DraftLMConfig(DrafterConfig):
         if self.mask_token_id is not None and self.depths == 1:
             raise UserError(f"mask_token_id {self.mask_token_id} has no effect with depths 1; set depths to the tokens "
                             "of a draft pass, or leave mask_token_id out")
+        if self.window is not None and self.window < self.depths:
+            raise UserError(f"window is {self.window}, and the last of {self.depths} tokens of a pass (depths) reads "
+                            f"those before it; set window to at least {self.depths}, or leave it out")
         if self.layers is not None and self.folder is not None:
             raise UserError("set `layers` or `folder`, not both")
         chosen_by = "layers" if self.layers is not None else "folder" if self.folder is not None else None
@@ -64,7 +70,7 @@ def planned(config: DraftLMConfig, target: Target) -> Any:
         model = smaller(target, num_layers=config.num_layers or 2, hidden_size=config.hidden_size,
                         num_heads=config.num_heads)
     check_mask_token(config, target.vocab_size)
-    return model
+    return model if config.window is None else windowed(model, config.window)
 
 
 def check_mask_token(config: DraftLMConfig, vocab_size: int) -> None:

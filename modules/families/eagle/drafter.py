@@ -25,6 +25,7 @@ class EagleConfig(FeatureConfig):
     """The shape of an EAGLE-1 drafter."""
 
     training_only = frozenset({"steps", "noise"})
+    ahead = ("steps",)
     bias: bool = True
     """Whether the layer that combines token and state has a bias."""
     steps: Parts = 1

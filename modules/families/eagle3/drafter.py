@@ -27,6 +27,7 @@ class Eagle3Config(TappedConfig):
     """The shape of an EAGLE-3 drafter."""
 
     training_only = frozenset({"steps"})
+    ahead = ("steps",)
     steps: Parts = 7
     """Draft steps of the training-time test at each position."""
     num_layers: Parts = 1
@@ -125,7 +126,13 @@ class Eagle3(EagleDrafter):
     @classmethod
     def fitted(cls, config: Eagle3Config, target: Target) -> tuple[Eagle3Config, BlockConfig]:
         """(settings with the taps chosen, shape of the layers). Raises UserError when taps or widths do not fit."""
-        block, width = block_like(target, config.rope_base), config.hidden_size or target.hidden_size
+        width, qk_norm = config.hidden_size or target.hidden_size, config.qk_norm
+        if qk_norm is None:
+            # Norms of whole queries, as OLMo 2 has them, are others.
+            names = ("q_norm.weight", "q_layernorm.weight", "query_layernorm.weight")
+            qk_norm = any(name.endswith(names) and weight.shape == (BlockConfig.like(target).head_dim,)
+                          for name, weight in target.layers[-1].named_parameters())
+        block = block_like(target, config.rope_base, qk_norm)
         if width != target.hidden_size and config.output == "shared":
             raise UserError(f"output is 'shared', but the output layer of {target.identity.name} reads states "
                             f"{target.hidden_size} wide, not of hidden_size {width}; set output to copy, or leave "
@@ -137,7 +144,7 @@ class Eagle3(EagleDrafter):
             shared -= 1
         block = replace(block, hidden_size=width, num_heads=heads, num_kv_heads=shared,
                         intermediate_size=max(1, round(block.intermediate_size * width / block.hidden_size)))
-        return replace(config, taps=chosen_taps(config.taps, target)), block
+        return replace(config, taps=chosen_taps(config.taps, target), qk_norm=qk_norm), block
 
     def initialise(self, target: Target) -> None:
         """Set weights that pass the highest tap on unchanged and read it as the target reads its last layer. The

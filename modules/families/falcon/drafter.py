@@ -42,6 +42,7 @@ class FalconConfig(FeatureConfig):
     """The shape of a Falcon drafter."""
 
     training_only = frozenset({"blocks", "noise", "dropout"})
+    ahead = ("block_size", "blocks")
     block_size: Parts = 2
     """Tokens drafted by one run of the decoder layer; the paper's best is 2 (its table of 2, 3 and 4)."""
     blocks: Parts = 1
@@ -133,7 +134,7 @@ class Falcon(FeatureDrafter[FalconState]):
     def rollout(self, features: Features, blocks: int) -> list[Tensor]:
         """Estimates of the given number of blocks after every position, [B, L, D] each, nearest first."""
         size, estimates = self.config.block_size, list[Tensor]()
-        attentions = block_attentions(AttentionContext.training(features), size)
+        attentions = block_attentions(AttentionContext.training(features, self.window), size)
         embedded_BLD = self.embed(features.tokens_BL)
         final_BLD = self.with_noise(features.final().to(self.dtype), self.config.noise)
         # The recurrent network over every segment, whose memory after each position is [M, B, L, D].
@@ -163,7 +164,8 @@ class Falcon(FeatureDrafter[FalconState]):
         memory = self.lstm.zero_memory(rows)
         # Repeated queries take slots after the new positions for one pass.
         slots = capacity + self.config.block_size - 1
-        return FalconState(memory, self.config.block_size, BlockRows(1, rows, slots, memory[0].device))
+        held = BlockRows(1, rows, slots, memory[0].device, window=self.window)
+        return FalconState(memory, self.config.block_size, held)
 
     @torch.no_grad()
     def observe(self, state: FalconState, rows_R: Tensor, observation: Observation) -> None:

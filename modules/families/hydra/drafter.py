@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...config_checks import Dropout, NotNegative, Parts
+from ...config_checks import Dropout, NotNegative, Parts, Size
 from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import Drafts, FamilyCard, Training
@@ -38,15 +38,24 @@ class HydraConfig(HeadConfig):
     nothing else."""
     prefix: bool = False
     """Whether the drafter's own decoder layer first reads the target's states of the whole text (Hydra++)."""
+    window: Size | None = None
+    """Newest tokens of the text that the prefix layer reads at a token, itself included; None for all."""
     dropout: Dropout = 0.0
     """Dropout of the inputs of blocks and output layers in training; the official Hydra++ has 0.2."""
     noise: NotNegative = 0.0
     """Scale of uniform noise on the states and embeddings in training (NEFTune, arXiv:2310.05914, eq. 1)."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window is not None and not self.prefix:
+            raise UserError(f"window is {self.window}, that of the prefix layer, and prefix is false; set prefix to "
+                            "true, or leave window out")
+
     def carries(self, name: str, start: Any) -> bool:
-        """Further blocks pass the state on; a tied one, which stands after the first, would be applied more often."""
+        """Further blocks pass the state on; a tied one, which stands after the first, would be applied more often. All
+        weights fit a window."""
         further = (not self.tie_blocks or start.num_layers == 1) and start.num_layers < self.num_layers
-        return super().carries(name, start) or (name == "num_layers" and further)
+        return super().carries(name, start) or name == "window" or (name == "num_layers" and further)
 
 
 class ConditionedBlock(nn.Module):
@@ -184,7 +193,8 @@ class Hydra(HeadDrafter[HydraState]):
     def context(self, features: Features) -> Tensor:
         """The states that the heads read, [B, L, D]: the target's final ones, or the prefix layer's."""
         final_BLD = self._noisy(features.final().to(self.dtype))
-        return final_BLD if self.prefix is None else self.prefix(final_BLD, AttentionContext.training(features))
+        return final_BLD if self.prefix is None else self.prefix(
+            final_BLD, AttentionContext.training(features, self.config.window))
 
     def _states(self, context_BLD: Tensor, following: list[Tensor]) -> Tensor:
         """Draft states [B, L, K, D]. All heads share one dropout mask; separate ones would each keep a copy."""
@@ -204,7 +214,7 @@ class Hydra(HeadDrafter[HydraState]):
         """A state in which no row has been observed yet; the linear layers are packed if they have changed."""
         self.pack_linears()
         like = next(self.heads.parameters())
-        read = None if self.prefix is None else BlockRows(1, rows, capacity, like.device)
+        read = None if self.prefix is None else BlockRows(1, rows, capacity, like.device, window=self.config.window)
         return HydraState(RowBuffer(rows, self.hidden_size, device=like.device, dtype=like.dtype), read)
 
     @torch.no_grad()

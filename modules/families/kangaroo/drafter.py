@@ -107,7 +107,7 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows):
         if chosen >= layers:
             raise UserError(f"exit_layer must be below the {layers} layers of {target.identity.name}, got {chosen}; "
                             "verification needs at least one layer after it")
-        return replace(config, exit_layer=chosen), block_like(target, config.rope_base)
+        return replace(config, exit_layer=chosen), block_like(target, config.rope_base, bool(config.qk_norm))
 
     def initialise(self, target: Target) -> None:
         """Set weights that read the first layers as the target reads its last one; the official code's are random."""
@@ -123,7 +123,8 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows):
     def forward(self, features: Features) -> Drafts:
         """States that predict the token after each position, as the target's own do."""
         self.output_rows()  # An unbound drafter refuses to run even if it would read nothing of the target.
-        adapted_BLD = self.adapt(self.tapped(features.taps)[0], AttentionContext.training(features))
+        attention = AttentionContext.training(features, self.window)
+        adapted_BLD = self.adapt(self.tapped(features.taps)[0], attention)
         return Drafts(hidden_BLKD=adapted_BLD[:, :, None], offsets=(1,))
 
     # Decoding --------------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ class Kangaroo(FeatureDrafter[KangarooState], SharesTargetRows):
         """A state in which no row has been observed yet. The target's first layers run in the cache of the rows that
         are verified, where the verifying pass takes over what ran, or else in one of their own."""
         self.pack_linears()
-        own = BlockRows(self.num_layers, rows, capacity, next(self.parameters()).device)
+        own = BlockRows(self.num_layers, rows, capacity, next(self.parameters()).device, window=self.window)
         if verified is not None and (early := verified.early(self.exit_layer)) is not None:
             return KangarooState(early, own, shared=True)
         early = EarlyLayers.alone(self.output_rows().target, rows, capacity, self.exit_layer)

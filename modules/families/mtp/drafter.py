@@ -31,7 +31,7 @@ from ...target.attention.tree_attention import place_arguments
 from ...target.loading.hf_folder import NativeHead
 from ...target.loading.model_parts import decoder_of
 from ...target.model import Target
-from ...target.submodel import config_of, fields_of, new_model, one_layer
+from ...target.submodel import config_of, fields_of, new_model, one_layer, window_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +129,11 @@ class Mtp(EagleDrafter):
             self.decoder.set_experts_implementation("eager")
 
     # Passes ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def window(self) -> int | None:
+        """The window of the target's layers, if the head has one."""
+        return window_of(self.decoder.config)
 
     def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
         """The target's final states."""

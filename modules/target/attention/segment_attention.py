@@ -11,7 +11,7 @@ a segment, W keys of a block of queries, E width of a key, X width of a value.""
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -84,6 +84,7 @@ class Segments:
 
     lengths: tuple[tuple[int, ...], ...]  # Tokens of each run of equal segment numbers by row, padding too; on the host
     padding: tuple[tuple[bool, ...], ...]  # Which of these runs are padding
+    window: int | None = None  # Newest tokens that a token sees, itself included; None for all of its segment
 
     @classmethod
     def of(cls, features: Features) -> "Segments":
@@ -110,6 +111,16 @@ class Segments:
 
 
 Sight = Tensor | Segments  # A mask [B, N, W], or the segments of training rows, which see themselves causally
+
+
+def narrowed(visible: Sight, window: int | None) -> Sight:
+    """The same sight of the newest `window` keys alone, where each token sees adjacent keys; None for all of them."""
+    if window is None:
+        return visible
+    if isinstance(visible, Segments):
+        return replace(visible, window=window)
+    # A key is too old where the one `window` places after it is seen as well.
+    return visible & ~pad(visible[..., window:], (0, min(window, visible.shape[-1])))
 
 
 def visible_text(features: Features, decoder: Any = None) -> Sight:
@@ -151,8 +162,9 @@ def mask_arguments(visible: Sight, decoder: Any, like: Tensor) -> dict[str, Any]
 def attend_inside(query_BHLE: Tensor, key_BGLE: Tensor, value_BGLX: Tensor, segments: Segments,
                   form: AttentionForm = PLAIN, first: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Attention output [B, H, L, X] inside each segment; zero at padding. `first` is a key [B, G, 1, E] and a value [B,
-    G, 1, X] before each segment that all of its tokens see; with no form but another scaling."""
-    rows = []
+    G, 1, X] before each segment that all of its tokens see; with no form but another scaling, and the segments' window.
+    """
+    rows, form = [], form if segments.window is None else replace(form, window=segments.window)
     for row, sizes in enumerate(segments.lengths):
         # Split, not sliced: the gradient of a slice has the size of the whole row.
         parts = zip(*(torch.split(states[row], list(sizes), dim=1) for states in (query_BHLE, key_BGLE, value_BGLX)),
@@ -169,8 +181,8 @@ def _text(query_HNE: Tensor, key_GNE: Tensor, value_GNX: Tensor, form: Attention
     """Attention output of one text, [H, N, X]."""
     least = min(size for size in (form.window, form.chunk, query_HNE.shape[1]) if size is not None)
     scored = form.softcap is not None or form.sinks_H is not None or key_GNE.shape[-1] != value_GNX.shape[-1]
-    if first is None and (least < query_HNE.shape[1] or scored):
-        return _in_blocks(query_HNE, key_GNE, value_GNX, form)
+    if least < query_HNE.shape[1] or (first is None and scored):
+        return _in_blocks(query_HNE, key_GNE, value_GNX, form, first)
     if first is not None:
         # A query in front of the others makes room for the key in front: causal attention aligns their starts.
         query_HNE = pad(query_HNE, (0, 0, 1, 0))
@@ -190,9 +202,10 @@ def _grouped(query_HNE: Tensor, key_GWE: Tensor, value_GWX: Tensor) -> tuple[Ten
     return query_RGNE, key, value
 
 
-def _in_blocks(query_HNE: Tensor, key_GNE: Tensor, value_GNX: Tensor, form: AttentionForm) -> Tensor:
+def _in_blocks(query_HNE: Tensor, key_GNE: Tensor, value_GNX: Tensor, form: AttentionForm,
+               first: tuple[Tensor, Tensor] | None) -> Tensor:
     """The same in blocks of queries, whose masks and scores are computed again for a gradient, not kept."""
-    attend: Callable[..., Tensor] = partial(_block, form=form)
+    attend: Callable[..., Tensor] = partial(_block, form=form, first=first)
     if torch.is_grad_enabled() and any(states.requires_grad for states in (query_HNE, key_GNE, value_GNX)):
         attend = partial(checkpoint, attend, use_reentrant=False)
     found, length = [], query_HNE.shape[1]
@@ -204,11 +217,15 @@ def _in_blocks(query_HNE: Tensor, key_GNE: Tensor, value_GNX: Tensor, form: Atte
     return torch.cat(found, dim=1)
 
 
-def _block(query_HNE: Tensor, key_GWE: Tensor, value_GWX: Tensor, oldest: int, form: AttentionForm) -> Tensor:
+def _block(query_HNE: Tensor, key_GWE: Tensor, value_GWX: Tensor, oldest: int, form: AttentionForm,
+           first: tuple[Tensor, Tensor] | None) -> Tensor:
     """Attention output [H, N, X] of the last N of W tokens, the first of which is at the place `oldest` of its text."""
     places_W = torch.arange(oldest, oldest + key_GWE.shape[1], device=query_HNE.device)
     places_N = places_W[-query_HNE.shape[1] :]
     seen_NW = (places_N[:, None] >= places_W) & form.near(places_N, places_W)
+    if first is not None:
+        seen_NW = pad(seen_NW, (1, 0), value=True)
+        key_GWE, value_GWX = torch.cat([first[0], key_GWE], 1), torch.cat([first[1], value_GWX], 1)
     if form.softcap is not None or form.sinks_H is not None:
         return attend_by_scores(query_HNE[None], key_GWE[None], value_GWX[None], seen_NW, form)[0]
     out_RGNX = scaled_dot_product_attention(*_grouped(query_HNE, key_GWE, value_GWX), attn_mask=seen_NW,

@@ -4,6 +4,7 @@ projects' spellings, what each engine takes for granted, and what is refused."""
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from shutil import copytree
@@ -221,7 +222,7 @@ def test_the_spellings_of_other_projects_are_read(
     assert all(torch.equal(tensor, back.state_dict()[key]) for key, tensor in drafter.state_dict().items())
 
 
-def test_layers_with_a_window_are_read_and_a_warning_says_what_differs(tmp_path: Path, target: Target) -> None:
+def test_layers_with_a_window_are_read_and_written_and_a_mixture_warns(tmp_path: Path, target: Target) -> None:
     drafter = made("dspark", target)
     folder = written(drafter, target, "speculators", tmp_path / "out")
     written_config = json.loads((folder / "config.json").read_text())
@@ -229,21 +230,29 @@ def test_layers_with_a_window_are_read_and_a_warning_says_what_differs(tmp_path:
     plain = {key: value for key, value in written_config.items()
              if key not in ("sliding_window_non_causal", "is_causal", "dflash_config")}
 
-    def read(kinds: list[str], **said: Any) -> BlockDraft:
-        layers = {**inner, "layer_types": kinds, "sliding_window": 2048, "use_sliding_window": True}
+    def read(kinds: list[str], size: Any = 2048, **said: Any) -> BlockDraft:
+        layers = {**inner, "layer_types": kinds, "sliding_window": size, "use_sliding_window": True}
         (folder / "config.json").write_text(json.dumps({**plain, "transformer_layer_config": layers, **said}))
         found = import_drafter("speculators", folder, target)
         assert isinstance(found, BlockDraft)
         return found
 
     window, whole = ["sliding_attention"] * 2, ["full_attention"] * 2
-    with pytest.warns(UserWarning, match=r"a window over the text \(sliding_window: 2048 tokens\), which"):
-        assert read(window).config.causal
-    with pytest.warns(UserWarning, match="sliding_window"):
-        assert not read(window, sliding_window_non_causal=True).config.causal
+    assert read(window).config.causal
+    assert not read(window, sliding_window_non_causal=True).config.causal
     assert not read(whole).config.causal
-    with pytest.warns(UserWarning, match="sliding_window"):
-        assert not read([window[0], whole[0]], sliding_window_non_causal=True).config.causal
+    with pytest.warns(UserWarning, match=r"a window over the text \(sliding_window: 2048 tokens\) next to layers"):
+        mixed = read([window[0], whole[0]], sliding_window_non_causal=True).config
+    assert (mixed.causal, mixed.window, read(whole).config.window, read(window).config.window) == (
+        False, None, None, 2048)
+    with pytest.raises(UserError, match=r"says sliding_window: null; it must be a number of tokens of at least 1"):
+        read(window, None)
+    with pytest.raises(UserError, match=r"window is 3, and a draft of up to 6 tokens, block_size 4, reads its own"):
+        read(window, 3)
+    for layout in ("dflash", "speculators"):
+        windowed = BlockDraft.create(replace(drafter.config, window=64), target)
+        again = written(windowed, target, layout, tmp_path / layout)
+        assert import_drafter(layout, again, target).config == windowed.config
     with pytest.raises(UserError, match=r"have one kind, say --causal true or false to draft with that"):
         read([window[0], whole[0]])
 

@@ -2,14 +2,31 @@
 same drafts back, refused mistakes."""
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from draftsmith.export import ImportSettings, import_drafter
-from draftsmith.export.layouts.parts.export_format import READ
+from draftsmith.export.layouts.parts.export_format import READ, Places
 from draftsmith.export.layouts.registry import format_named
-from draftsmith.modules import Eagle, Eagle2Tree, EagleConfig, Features, Medusa, MedusaConfig, Target, UserError
+from draftsmith.modules import (
+    Drafter,
+    Eagle,
+    Eagle2Tree,
+    EagleConfig,
+    Features,
+    Hydra,
+    HydraConfig,
+    Kangaroo,
+    KangarooConfig,
+    Medusa,
+    MedusaConfig,
+    Target,
+    UserError,
+)
 from draftsmith.modules.families.eagle3.drafter import Eagle3, Eagle3Config, WideBlock
 from draftsmith.modules.interfaces.proposer import Frontier, Observation
 from draftsmith.modules.parts.decoder_block import AttentionContext, BlockConfig
@@ -19,6 +36,7 @@ from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.families import IDS, randomised
+from support.targets import random_model
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -190,6 +208,8 @@ MADE = {
     "eagle3.1": lambda target: Eagle3.create(Eagle3Config(fc_norm=True, norm_output=True), target),
     "eagle3-norms": lambda target: Eagle3.create(Eagle3Config(norm_before_fc=True, norm_before_residual=True), target),
     "eagle3-layers": lambda target: Eagle3.create(Eagle3Config(num_layers=3, vocabulary_size=len(IDS)), target, IDS),
+    "eagle3-window": lambda target: Eagle3.create(Eagle3Config(num_layers=2, window=48), target),
+    "eagle3-qk-norm": lambda target: Eagle3.create(Eagle3Config(num_layers=2, window=7, qk_norm=True), target),
     "eagle3-wide": lambda target: Eagle3.create(Eagle3Config(hidden_size=48, fc_norm=True), target),
     "eagle3-reduced": lambda target: Eagle3.create(Eagle3Config(taps=(1,), vocabulary_size=len(IDS)), target, IDS),
     "eagle3-shared": lambda target: Eagle3.create(
@@ -203,7 +223,8 @@ MADE = {
 def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, name: str, layout: str) -> None:
     drafter = randomised(MADE[name](tiny_target))
     back = import_drafter(layout, exported(drafter, tiny_target, tmp_path / "out", layout), tiny_target)
-    assert (type(back), back.block, back.taps) == (type(drafter), drafter.block, drafter.taps)
+    assert (type(back), back.block, back.taps, back.window) == (
+        type(drafter), drafter.block, drafter.taps, drafter.window)
     features = tiny_target.encode(Features.from_rows([([9, 8, 7, 30, 31, 32], [True] * 6)]), drafter.taps)
     with torch.no_grad():
         ours, theirs = drafter(features).hidden_BLKD[:, :, :3], back(features).hidden_BLKD[:, :, :3]
@@ -226,6 +247,53 @@ def test_norms_have_the_names_of_the_engines(tmp_path: Path, tiny_target: Target
     tensors = load_file(folder / "model.safetensors")
     assert {key: tuple(tensor.shape) for key, tensor in tensors.items()
             if key.startswith(("fc", "input_norm"))} == {"fc.weight": (32, 64), **shapes}
+
+
+@pytest.mark.parametrize(("name", "model", "layers", "options"), [
+    ("eagle3-window", "LlamaForCausalLMEagle3",
+     {"model_type": "llama", "sliding_window": 48, "layer_types": ["sliding_attention"] * 2},
+     "--speculative-draft-window-size 47"),
+    ("eagle3-qk-norm", "Eagle3Qwen3ForCausalLM", {"model_type": "qwen3", "sliding_window": 7}, None),
+    ("eagle3", "LlamaForCausalLMEagle3", {"model_type": "llama"}, "--speculative-algorithm EAGLE3"),
+])
+def test_windows_and_norms_of_heads_have_the_keys_of_the_engines_that_read_them(
+    tmp_path: Path, tiny_target: Target, name: str, model: str, layers: dict[str, Any], options: str | None,
+) -> None:
+    drafter = MADE[name](tiny_target)
+    for layout in ("eagle", "speculators"):
+        said = json.loads((exported(drafter, tiny_target, tmp_path / layout, layout) / "config.json").read_text())
+        inner = said.get("transformer_layer_config", said)
+        assert {key: inner[key] for key in layers} == layers
+        assert ("sliding_window" in inner) == (drafter.window is not None)
+        if layout == "eagle":
+            assert said["architectures"] == [model]
+    layout = format_named("eagle")
+    commands = layout.commands(drafter, Places())
+    assert "vLLM" in commands
+    assert "SGLang" not in commands if options is None else options in commands["SGLang"]
+    assert ("TensorRT-LLM" in layout.read_by(drafter)) == (name == "eagle3")
+
+
+@pytest.mark.parametrize(("make", "layout", "message"), [
+    (lambda target: Eagle.create(EagleConfig(window=64), target), "eagle", "this drafter has window 64, which"),
+    (lambda target: Eagle.create(EagleConfig(qk_norm=True), target), "eagle-sglang", "this drafter has qk_norm, which"),
+    (lambda target: Hydra.create(HydraConfig(prefix=True, window=9), target), "hydra", "no window, .* one of 9 tokens"),
+    (lambda target: Kangaroo.create(KangarooConfig(window=9), target), "kangaroo", "no window, .* one of 9 tokens"),
+    (lambda target: Kangaroo.create(KangarooConfig(qk_norm=True), target), "kangaroo", "no norms of queries and keys"),
+    (MADE["eagle3-qk-norm"], "gguf", r"nor window, this drafter has .*qk_norm and window 7; train another"),
+    (MADE["eagle3-window"], "openvino", r"no window and no further norms, this drafter has .*window 48; train another"),
+])
+def test_windows_and_norms_that_no_reader_knows_are_refused(
+    tmp_path: Path, tiny_target: Target, make: Callable[[Target], Drafter], layout: str, message: str,
+) -> None:
+    drafter, wanted = make(tiny_target), format_named(layout)
+    assert re.search(message, wanted.refusal(drafter, tiny_target))
+
+
+def test_norms_of_heads_are_the_default_where_the_target_has_them(tiny_target: Target) -> None:
+    qwen = Target(random_model("Qwen3", num_hidden_layers=2), tiny_tokenizer(), name="qwen")
+    assert [Eagle3.create(Eagle3Config(qk_norm=asked), one).block.qk_norm for one in (tiny_target, qwen)
+            for asked in (None, True, False)] == [False, True, False, True, True, False]
 
 
 def test_the_taps_come_back_by_the_keys_of_engines_alone(tmp_path: Path, tiny_target: Target) -> None:

@@ -16,6 +16,7 @@ CASES = {
     "block": _block(BlockDraftConfig(block_size=4, num_layers=1, anchors=24)),
     "block-same-reduced": _block(BlockDraftConfig(block_size=4, aligned="same", causal=False,
                                                   vocabulary_size=len(IDS)), IDS),
+    "block-window": _block(BlockDraftConfig(block_size=4, aligned="same", causal=False, num_layers=1, window=6)),
     "block-markov": _block(BlockDraftConfig(block_size=3, correction="markov", rank=16)),
     "block-selector": _block(BlockDraftConfig(block_size=3, aligned="same", correction="selector", rank=8, conv=True)),
     "block-refiner": _block(BlockDraftConfig(block_size=4, aligned="same", correction="refiner", rank=8)),

@@ -7,5 +7,6 @@ CASES = {
     "draft-lm": case(DraftLM, DraftLMConfig(num_layers=2, hidden_size=24)),
     "draft-lm-reduced": case(DraftLM, DraftLMConfig(
         layers=(0, 1), vocabulary_size=len(IDS), freeze_embedding=True), IDS),
+    "draft-lm-window": case(DraftLM, DraftLMConfig(num_layers=2, hidden_size=24, window=4)),
     "draft-lm-depths": case(DraftLM, DraftLMConfig(num_layers=2, hidden_size=32, depths=3)),
 }

@@ -12,11 +12,14 @@ from draftsmith.modules.parts.decoder_block import AttentionContext
 from torch import Tensor
 
 
-def plain_steps(features: Features) -> Iterator[AttentionContext]:
-    """The attentions of successive steps: T x (T J) scores, step 0 causal, all later steps on the diagonal alone."""
+def plain_steps(features: Features, window: int | None = None) -> Iterator[AttentionContext]:
+    """The attentions of successive steps: T x (T J) scores, step 0 causal, all later steps on the diagonal alone. The
+    query of step j is j places ahead of its index, and its window with it."""
     held: dict[int, list[tuple[Tensor, Tensor]]] = {}
+    order_L = torch.arange(features.tokens_BL.shape[1])
     for step in count():
-        yield PlainSight(positions_BN=features.positions_BL + step, visible_BNW=features.visible(), held=held)
+        near_LL = order_L[:, None] + step - order_L < (window or len(order_L) + step)
+        yield PlainSight(positions_BN=features.positions_BL + step, visible_BNW=features.visible() & near_LL, held=held)
 
 
 @dataclass(frozen=True, kw_only=True)

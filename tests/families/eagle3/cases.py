@@ -16,5 +16,6 @@ CASES = {
     "eagle3-norms": _eagle3(Eagle3Config(steps=3, norm_before_fc=True, norm_before_residual=True, norm_output=True)),
     "eagle3-layers": _eagle3(Eagle3Config(steps=3, num_layers=2, vocabulary_size=len(IDS)), IDS),
     "eagle3-narrow": _eagle3(Eagle3Config(steps=3, fc_norm=True, hidden_size=24)),
+    "eagle3-window": _eagle3(Eagle3Config(steps=3, num_layers=2, window=6, qk_norm=True)),
     "eagle3-reduced": _eagle3(Eagle3Config(steps=4, vocabulary_size=len(IDS)), IDS),
 }

@@ -13,5 +13,6 @@ def _falcon(config: FalconConfig, ids: torch.Tensor | None = None) -> Case:
 CASES = {
     "falcon": _falcon(FalconConfig()),
     "falcon-blocks-reduced": _falcon(FalconConfig(block_size=3, blocks=2, noise=0.1, vocabulary_size=len(IDS)), IDS),
+    "falcon-window": _falcon(FalconConfig(blocks=2, window=6)),
     "falcon-official": _falcon(FalconConfig(block_size=4, rope_base=10_000.0)),
 }

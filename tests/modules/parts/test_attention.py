@@ -117,24 +117,29 @@ def heads(count: int, dtype: torch.dtype, seed: int) -> Tensor:
     return torch.randn(3, count, 8, 16, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor, Tensor]]) -> Tensor:
+def plain(query: Tensor, key: Tensor, value: Tensor, own: list[tuple[Tensor, Tensor]], window: int = 8) -> Tensor:
     """One softmax over the keys of the row and, one after another, the keys of the tokens' own positions."""
     order = torch.arange(8)
-    seen = (SEGMENTS[:, :, None] == SEGMENTS[:, None]) & (order[:, None] >= order)
+    after = order[:, None] - order
+    seen = (SEGMENTS[:, :, None] == SEGMENTS[:, None]) & (after >= 0) & (after < window)
     mask = torch.cat([seen, *[torch.eye(8, dtype=torch.bool).expand(3, 8, 8)] * len(own)], dim=2)[:, None]
     keys, values = (torch.cat(parts, 2).repeat_interleave(query.shape[1] // key.shape[1], 1)
                     for parts in zip((key, value), *own, strict=True))
     return (query @ keys.mT / 4).masked_fill(~mask, -torch.inf).softmax(-1) @ values
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
 @pytest.mark.parametrize("steps", [0, 1, 3])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_output_and_gradients_equal_one_softmax(steps: int, dtype: torch.dtype, bound: float) -> None:
+def test_output_and_gradients_equal_one_softmax(window: int | None, steps: int, dtype: torch.dtype, bound: float,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of more tokens than the window are read in blocks of queries."""
+    monkeypatch.setattr("draftsmith.modules.parts.attention.QUERIES", 2)
     states = [heads(6, dtype, 0), *(heads(2, dtype, 1 + number) for number in range(2 + 2 * steps))]
     query, key, value, *own = states
-    pairs, segments = list(zip(own[::2], own[1::2], strict=True)), Segments.of(rows(SEGMENTS))
+    pairs, segments = list(zip(own[::2], own[1::2], strict=True)), replace(Segments.of(rows(SEGMENTS)), window=window)
     found = []
-    for mixed in (attend_segments(query, key, value, segments, pairs), plain(query, key, value, pairs)):
+    for mixed in (attend_segments(query, key, value, segments, pairs), plain(query, key, value, pairs, window or 8)):
         real = mixed.transpose(1, 2)[REAL]
         # Gradients of order 1, so that one bound fits outputs and gradients.
         found.append([real, *torch.autograd.grad((real * real.detach().roll(1, 0)).sum(), states)])

@@ -10,6 +10,7 @@ from draftsmith.modules import Eagle, Eagle3, Eagle3Config, EagleConfig, Falcon,
 from draftsmith.modules.parts.decoder_block import AttentionContext
 from draftsmith.modules.parts.feature_drafter import EagleDrafter
 from draftsmith.modules.parts.training_time_test import step_attentions
+from draftsmith.modules.target.attention.segment_attention import narrowed
 from draftsmith.trainers import draft_module, train_config
 from families.eagle.reference import plain_steps
 from support.answers import check_tree, level, news, packed, read, text
@@ -23,6 +24,7 @@ MAKERS: dict[str, Callable[[Target], EagleDrafter]] = {
     "eagle3": lambda target: Eagle3.create(Eagle3Config(), target),
     "eagle3-norm": lambda target: Eagle3.create(Eagle3Config(taps=(1,), norm_output=True), target),
     "eagle3-layers": lambda target: Eagle3.create(Eagle3Config(num_layers=3), target),
+    "eagle3-window": lambda target: Eagle3.create(Eagle3Config(num_layers=2, steps=6, window=6, qk_norm=True), target),
 }
 
 
@@ -30,9 +32,10 @@ def made(name: str, target: Target) -> EagleDrafter:
     return randomised(MAKERS[name](target).to(target.dtype))
 
 
-def masked(features: Features) -> Iterator[AttentionContext]:
+def masked(features: Features, window: int | None = None) -> Iterator[AttentionContext]:
     """The steps' attentions with a mask in place of segments, as on a GPU."""
-    return step_attentions(AttentionContext(positions_BN=features.positions_BL, visible_BNW=features.visible()))
+    return step_attentions(AttentionContext(positions_BN=features.positions_BL, window=window,
+                                            visible_BNW=narrowed(features.visible(), window)))
 
 
 # The steps of training ------------------------------------------------------------------------------------------------
@@ -44,9 +47,10 @@ def test_steps_and_gradients_equal_one_softmax_over_all_keys(name: str, tiny_tar
     features = packed(tiny_target_f64, drafter)
     inside = features.segments_BL >= 0
     found = []
-    for attentions in (drafter.contexts, masked, plain_steps):
+    for attentions in (lambda rows, _window: drafter.contexts(rows), masked, plain_steps):
         drafter.zero_grad()
-        states = torch.stack(drafter.rollout(features, 5, attentions(features)), dim=2)[inside]
+        contexts = attentions(features, drafter.window)
+        states = torch.stack(drafter.rollout(features, 5, contexts), dim=2)[inside]
         (states * torch.linspace(-1, 1, states.numel()).view_as(states)).sum().backward()
         found.append((states.detach(), [p.grad.clone() for p in drafter.parameters() if p.grad is not None]))
     plain_states, plain_grads = found.pop()

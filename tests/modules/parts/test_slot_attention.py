@@ -11,15 +11,18 @@ SEGMENTS = torch.tensor([[0] * 5 + [1] * 6, [0] * 9 + [-1] * 2])
 """Of two rows with two texts, and with padding at the end."""
 
 
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "whole"])
 @pytest.mark.parametrize("places", [None, [[0, 3, 4, 5, 10], [1, 2, 6, 7, 8]]], ids=["all", "sampled"])
-def test_outputs_and_gradients_are_those_of_a_plain_softmax(places: list[list[int]] | None, causal: bool) -> None:
+def test_outputs_and_gradients_are_those_of_a_plain_softmax(places: list[list[int]] | None, causal: bool,
+                                                            window: int | None) -> None:
     torch.manual_seed(0)
     rows, length = SEGMENTS.shape
     features = Features(tokens_BL=torch.zeros_like(SEGMENTS), supervised_BL=SEGMENTS >= 0, segments_BL=SEGMENTS,
                         positions_BL=torch.arange(length).expand(rows, length))
     index = None if places is None else torch.tensor(places)
-    context = SlotAttention.after(AttentionContext.training(features), features, index, SLOTS, causal=causal)
+    text = AttentionContext.training(features, window)
+    context = SlotAttention.after(text, features, index, SLOTS, causal=causal)
     starts = torch.arange(length).expand(rows, length) if index is None else index
     count = starts.shape[1]
     keys, values = (torch.randn(rows, GROUPS, length, SIZE, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -33,7 +36,8 @@ def test_outputs_and_gradients_are_those_of_a_plain_softmax(places: list[list[in
             for slot in range(SLOTS):
                 for place in range(count):
                     start, here = int(starts[row, place]), slot * count + place
-                    seen = [at for at in range(start + 1) if SEGMENTS[row, at] == SEGMENTS[row, start]]
+                    seen = [at for at in range(start + 1) if SEGMENTS[row, at] == SEGMENTS[row, start]
+                            and start + 1 + slot - at < (window or length)]
                     block = [other * count + place for other in range(slot + 1 if causal else SLOTS)]
                     read_keys = torch.cat([keys[row, group, seen], own[1][row, group, block]])
                     read_values = torch.cat([values[row, group, seen], own[2][row, group, block]])

@@ -140,7 +140,7 @@ def test_layers_of_unlike_shapes_hold_what_they_hold_apart() -> None:
         if size == 4:
             for cache in (mixed, *alone.values()):
                 cache.move(1, 0)
-                cache.reserve(20)
+                cache.reserve(16, 4)
                 cache.take_all()
     assert mixed.shapes == [((2, 5),), ((1, 6), (1, 3)), None, ((2, 5),)]
     assert [block.layers for block in mixed.blocks] == [[0, 3], [1]]

@@ -51,10 +51,11 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)
 @pytest.mark.parametrize(("form", "before", "wide"), [
     (AttentionForm(), 0, 8), (AttentionForm(scaling=0.7), 0, 8), (AttentionForm(window=4), 0, 8),
     (AttentionForm(window=300), 0, 8), (AttentionForm(softcap=2.0), 0, 8),
-    (AttentionForm(window=5, softcap=1.5, scaling=0.4), 0, 8), (AttentionForm(), 1, 8), (AttentionForm(chunk=4), 0, 8),
+    (AttentionForm(window=5, softcap=1.5, scaling=0.4), 0, 8), (AttentionForm(), 1, 8), (AttentionForm(window=4), 1, 8),
+    (AttentionForm(chunk=4), 0, 8),
     (AttentionForm(sinks_H=SINKS), 0, 8), (AttentionForm(window=5, sinks_H=SINKS), 0, 5), (AttentionForm(), 0, 5),
-], ids=["plain", "scaled", "window", "wide window", "capped", "capped window", "first key", "chunk", "sinks",
-        "window, sinks, narrow values", "narrow values"])
+], ids=["plain", "scaled", "window", "wide window", "capped", "capped window", "first key", "first key, window",
+        "chunk", "sinks", "window, sinks, narrow values", "narrow values"])
 @pytest.mark.parametrize("block", [3, 256])
 def test_values_and_gradients_equal_those_of_a_mask(form: AttentionForm, before: int, wide: int, block: int,
                                                     monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def test_keys_and_values_stay_on_the_device_of_their_layer() -> None:
     assert window.on(META).slots_BN.device == META
     assert window.on(META) is window.on(META), "the indices are copied once a pass"
     cache.commit(torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 2]), [2, 2])
-    cache.reserve(20)
+    cache.reserve(16, 4)
     cache.take_all()
     cache.wipe(0)
     cache.copy(1, 0, 2)
