@@ -11,6 +11,7 @@ at the top, where DeepSpec has them, and in `dflash_config`, where z-lab, SpecFo
 Shapes: V target vocabulary, Q entries of the draft vocabulary."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -179,7 +180,7 @@ def read_blocks(given: Checkpoint, target: Target, settings: ImportSettings) -> 
     if reduced is not None and CORRECTIONS[correction].chooses:
         raise UserError(f"{folder} holds a draft vocabulary of {reduced} tokens (d2t), and its {correction} has a row "
                         "for every token of the target; choose a checkpoint without d2t")
-    judge_1X, block = tensors.get("confidence.weight"), block_of(given, target, None)
+    judge_1X, block = tensors.get("confidence.weight"), replace(block_of(given, target, None), qk_norm=True)
     conv = any(".attention_conv." in name for name in tensors)
     # What the configuration says and no file holds would be left out of every guess, unseen.
     held = {"markov_rank": correction in FORMS, "selector_rank": correction == "selector",

@@ -132,7 +132,7 @@ class AttentionContext:
     @classmethod
     def training(cls, features: Features, window: int | None = None) -> "AttentionContext":
         """The context of training rows: each token of a packed row sees its own segment up to itself, or the newest
-        tokens of it. They are counted by their order, which position ids may leave out (`positions.offset_share`)."""
+        tokens of it. They are counted by their order: position ids may have a gap (`train.positions.offset`)."""
         # On a GPU one launch for each segment, and the wait for their borders, cost more than a mask.
         on_cpu = features.tokens_BL.device.type == "cpu"
         visible = Segments.of(features) if on_cpu else visible_text(features)

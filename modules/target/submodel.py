@@ -86,7 +86,8 @@ def window_of(config: Any) -> int | None:
     # Of a kind of models without windows a stray key means nothing.
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     has_window = hasattr(type(config), "sliding_window") and set(kinds) == {"sliding_attention"}
-    return config.sliding_window if has_window else None
+    window: int | None = config.sliding_window if has_window else None
+    return window
 
 
 def windowed(config: Any, window: int) -> Any:

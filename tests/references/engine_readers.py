@@ -31,14 +31,15 @@ class Read:
         return self.tensors[f"{name}.weight"] * state / (state.square().mean(-1, True) + config["rms_norm_eps"]).sqrt()
 
     def attention(self, prefix: str, read: Tensor, config: dict[str, Any]) -> Tensor:
-        """A Llama's attention over all earlier positions, [L, E]."""
+        """The attention of a Llama, or of a Qwen3 where the file has its norms, over the earlier positions, [L, E]."""
         length, size = len(read), config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         base = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
         angles = torch.arange(length)[:, None] / base ** (torch.arange(0, size, 2) / size)
         cosine, sine = (torch.cat([part, part], -1)[:, None] for part in (angles.cos(), angles.sin()))
 
         def heads(name: str) -> Tensor:
-            return self.linear(f"{prefix}{name}", read).view(length, -1, size)
+            split, norm = self.linear(f"{prefix}{name}", read).view(length, -1, size), f"{prefix}{name[0]}_norm"
+            return self.normed(norm, split, config) if f"{norm}.weight" in self.tensors else split
 
         def turned(state: Tensor) -> Tensor:
             first, second = state.chunk(2, -1)
@@ -47,7 +48,7 @@ class Read:
         query, key, value = turned(heads("q_proj")), turned(heads("k_proj")), heads("v_proj")
         group = query.shape[1] // key.shape[1]
         scores = torch.einsum("qhe,khe->hqk", query, key.repeat_interleave(group, 1)) / size**0.5
-        scores = scores.masked_fill(torch.ones(length, length).triu(1) > 0, -torch.inf).softmax(-1)
+        scores = scores.masked_fill(unseen(length, length, config), -torch.inf).softmax(-1)
         mixed = torch.einsum("hqk,khe->qhe", scores, value.repeat_interleave(group, 1))
         return self.linear(f"{prefix}o_proj", mixed.flatten(1))
 
@@ -67,8 +68,10 @@ class Read:
         query, key, value = heads("q_proj", slots_SD, "q_norm"), heads("k_proj", both, "k_norm"), heads("v_proj", both)
         group = query.shape[1] // key.shape[1]
         scores = torch.einsum("qhe,khe->hqk", query, key.repeat_interleave(group, 1)) / size**0.5
-        if config["is_causal"]:
-            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(len(text_ND) + 1) > 0, -torch.inf)
+        hidden_SN = unseen(len(slots_SD), len(both), config)
+        if not config["is_causal"]:
+            hidden_SN[:, len(text_ND) :] = False
+        scores = scores.masked_fill(hidden_SN, -torch.inf)
         mixed = torch.einsum("hqk,khe->qhe", scores.softmax(-1), value.repeat_interleave(group, 1))
         return self.linear(f"{prefix}o_proj", mixed.flatten(1))
 
@@ -89,6 +92,13 @@ class Read:
         """A Llama's MLP."""
         inner = torch.nn.functional.silu(self.linear(f"{prefix}gate_proj", state))
         return self.linear(f"{prefix}down_proj", inner * self.linear(f"{prefix}up_proj", state))
+
+
+def unseen(queries: int, keys: int, config: dict[str, Any]) -> Tensor:
+    """True where one of the last tokens does not see a token: a later one, or one before its window."""
+    hidden = torch.ones(queries, keys).triu(1 + keys - queries) > 0
+    window = config["sliding_window"] if "sliding_attention" in config.get("layer_types", ()) else keys
+    return hidden | (torch.ones(queries, keys).tril(keys - queries - window) > 0)
 
 
 def first_eagle(read: Read, after_L: Tensor, final_LD: Tensor, _taps: Tensor) -> Tensor:

@@ -215,12 +215,14 @@ MAKERS: dict[str, Maker] = {
     "draft_lm": from_folder(LlamaConfig, rope_parameters={"rope_type": "default", "rope_theta": ROPE_BASE}),
     "draft_lm, mask tokens": draft_model(depths=STEPS, mask_token_id=MASK),
     "draft_lm, own output": draft_model(),
+    "draft_lm, window": draft_model(window=8),
     "draft_lm, Qwen 2": from_folder(Qwen2Config),
     "draft_lm, Qwen 3": from_folder(Qwen3Config),
     "draft_lm, YaRN": from_folder(LlamaConfig, rope_parameters=YARN),
     "draft_lm, Qwen 3, YaRN": from_folder(Qwen3Config, rope_parameters=YARN),
     "block, DFlash": blocks(aligned="same", causal=False),
     "block, DFlash, reduced": blocks(aligned="same", causal=False, vocabulary_size=ENTRIES),
+    "block, DFlash, window": blocks(aligned="same", causal=False, window=8),
     "block, JetSpec": blocks(aligned="same", causal=True, num_layers=1),
     "block, DSpark": blocks(aligned="next", causal=False, correction="markov", confidence=True),
     "block, DSpark, reduced": blocks(aligned="next", causal=True, correction="markov", vocabulary_size=ENTRIES),
@@ -236,6 +238,8 @@ MAKERS: dict[str, Maker] = {
     "eagle3, borrowed output": third(output="shared", vocabulary_size=None),
     "eagle3, YaRN": stretched,
     "eagle3, narrow": third(hidden_size=64),
+    "eagle3, window": third(num_layers=2, window=8),
+    "eagle3, norms of heads": third(qk_norm=True, window=8),
     "medusa": maker(Medusa, MedusaConfig(num_heads=STEPS, num_layers=2, output="one_copy", vocabulary_size=ENTRIES)),
 }
 """Drafters by name: the family, and what is special about it."""

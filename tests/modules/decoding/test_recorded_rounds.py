@@ -100,6 +100,16 @@ def test_replayed_rounds_decode_the_same_with_every_family(tiny_target_f64: Targ
     check(both(CASES[name].verifier(tiny_target_f64), drafted(name, StaticTree(WIDE)), records), records)
 
 
+@pytest.mark.parametrize("name", others_long(["eagle3-window", "draft-lm-window"], ("eagle3-window",)))
+def test_rings_come_round_in_replayed_rounds(tiny_target_f64: Target, name: str, records: Records,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    rings, taken = list[RowCache](), RowCache.take_all
+    monkeypatch.setattr(RowCache, "take_all", lambda cache: (rings.append(cache), taken(cache)))
+    check(both(tiny_target_f64, drafted(name, StaticTree(WIDE)), records, lengths=(150, 90)), records)
+    ring, = (cache for cache in rings if cache.newest is not None)
+    assert 2 * ring.capacity < 150
+
+
 @pytest.mark.parametrize("name", others_long(
     ["medusa", "hydra++", "eagle", "falcon", "kangaroo", "prompt-tokens", "draft-lm"]))
 def test_replayed_rounds_sample_the_same(tiny_target_f64: Target, name: str, records: Records) -> None:

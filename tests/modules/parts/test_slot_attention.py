@@ -37,7 +37,7 @@ def test_outputs_and_gradients_are_those_of_a_plain_softmax(places: list[list[in
                 for place in range(count):
                     start, here = int(starts[row, place]), slot * count + place
                     seen = [at for at in range(start + 1) if SEGMENTS[row, at] == SEGMENTS[row, start]
-                            and start + 1 + slot - at < (window or length)]
+                            and start + 1 + slot - at < (window or 99)]
                     block = [other * count + place for other in range(slot + 1 if causal else SLOTS)]
                     read_keys = torch.cat([keys[row, group, seen], own[1][row, group, block]])
                     read_values = torch.cat([values[row, group, seen], own[2][row, group, block]])
