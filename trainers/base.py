@@ -192,7 +192,8 @@ class DraftModule(L.LightningModule):
         objective, paths, ids_Q = self.config.objective, self.config.step_weights, self.drafter.token_ids_Q
         judge = self.drafter.judge if isinstance(self.drafter, JudgesGuesses) and self.drafter.judges else None
         mass = objective in NEEDS_MASS or paths == "e2e" or judge is not None
-        teacher = Teacher(self.target, ids_Q, mass=mass) if self.needs_teacher else None
+        target_teaches = self.needs_teacher and self.drafter.imitated is None
+        teacher = Teacher(self.target, ids_Q, mass=mass) if target_teaches else None
         loss = VocabularyLoss(
             project=self.drafter.project,
             entries=self.target.vocab_size if ids_Q is None else len(ids_Q),
@@ -202,7 +203,7 @@ class DraftModule(L.LightningModule):
                                            for weight in self.drafter.output_parameters(step))),
             chunk_elements=self.chunk_elements,
             objective=objective, teacher=teacher, feature_weight=self.config.feature_weight,
-            paths=paths if isinstance(paths, str) else None, confidence=judge)
+            paths=paths if isinstance(paths, str) else None, confidence=judge, imitated=self.drafter.imitated)
         return loss(drafts, features, None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size))
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:

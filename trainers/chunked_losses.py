@@ -119,6 +119,8 @@ class VocabularyLoss:
     confidence: Callable[[Tensor, int], Tensor] | None = None
     """The drafter's logit, for its states [..., D] at a step, of the acceptance of what it guesses there; it learns the
     acceptance, which it does not change (arXiv:2607.05147). None for a drafter that does not judge its guesses."""
+    imitated: Callable[[Tensor], Tensor] | None = None
+    """Logits [..., Q] for draft states [..., D] whose distribution is learned in place of the target's."""
     chunk_elements: int | None = None  # Logits in memory at once; None takes the device's CHUNK_ELEMENTS
 
     def __call__(self, drafts: Drafts, features: Features, index_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -254,6 +256,10 @@ class _Rows:
     def read(self, states_ND: Tensor, step: int, chunk: slice, teacher_output: TeacherOutput | None) -> _Read:
         """The logits of a draft step at the tokens of the chunk, and what it learns from there."""
         valid_N, labels_N = self.supervision.valid_NK[chunk, step], self.supervision.labels_NK[chunk, step]
+        if self.loss.imitated is not None:
+            with torch.no_grad():
+                own_NQ = self.loss.imitated(states_ND)
+            teacher_output = TeacherOutput(logits_NQ=own_NQ, log_mass_N=own_NQ.new_zeros(len(own_NQ)))
         if step >= self.drafts.choices or self.drafts.candidates is None:
             return _Read(self.loss.project(states_ND, step), labels_N, valid_N, teacher_output)
         # Of the candidates alone, as if each token had a vocabulary of its own.

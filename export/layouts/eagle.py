@@ -3,7 +3,8 @@
 EAGLE-1: `fc`, `layers.0` without a norm before its attention, `embed_tokens`. EAGLE-3: `fc`, `midlayer`, `norm`,
 `lm_head` over the draft vocabulary, whose entry i is token i + d2t[i], and `t2d`, which marks those tokens;
 EAGLE-3.1 adds `fc_norm.{i}`, a norm for each tapped state, the speculators library `input_norm`, one over all. At
-position p all predict token p + 2.
+position p all predict token p + 2. EAGLE-4 has a layout of its own, whose readers refuse what they do not know: the
+tensors of EAGLE-3.1 over the whole vocabulary, and its candidate head.
 
 EAGLE-3 stores no embedding, as its official checkpoints: readers take the target's. EAGLE-1 does, since its official
 code asks for it. A drafter of another width than the target's has the key `target_hidden_size` and an `embed_tokens` of
@@ -16,11 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...modules import Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
-from ...modules.families.eagle3.layout import FIXED, LAYERS, NORM, NORMS, TWIN
+from ...modules.families.eagle3 import layout as third
+from ...modules.families.eagle3.layout import LAYERS, NORM, NORMS, TWIN
 from ...modules.interfaces.layout import here, there
 from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE
 from ...modules.parts.feature_drafter import chosen_taps
@@ -31,6 +34,7 @@ from .parts.export_format import PLAIN, ExportFormat, ExportSettings, ImportSett
 from .parts.state_drafters import EMBEDDING, LAYER_IDS, ROPE_BASE, TAPS, eagle_config, linear_names, sglang_command
 
 OPENS = ("taps", "rope_base")  # Values that a checkpoint may leave open
+FREQUENCIES = "token_frequency.npy"  # File with the counts of all tokens, next to EAGLE-4's weights
 
 
 def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings: ExportSettings = PLAIN) -> Contents:
@@ -76,9 +80,11 @@ def refusal(drafter: Eagle | Eagle3, target: Target) -> str:
 
 def third_tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
     """EAGLE-3's weights under their official names, in float32 on the CPU, each with memory of its own."""
-    tensors, own, weight_VD = drafter.state_dict(), drafter.output_parameters(0), target.output_weight()
+    # A candidate head makes the output layer cheaper and is no part of the official layout.
+    tensors = {name: tensor for name, tensor in drafter.state_dict().items() if not name.startswith("head.")}
+    own, weight_VD = drafter.lm_head, target.output_weight()
     ids_Q, marks = tensors.pop("token_ids", None), dict[str, Tensor]()
-    tensors[OUTPUT] = own[0] if own else weight_VD if ids_Q is None else weight_VD[ids_Q]
+    tensors[OUTPUT] = own.weight if own is not None else weight_VD if ids_Q is None else weight_VD[ids_Q]
     if ids_Q is not None:
         marks = state_drafters.vocabulary_marks(ids_Q, target)
     if drafter.num_layers > 1:
@@ -90,7 +96,7 @@ def third_tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
 
 def borrows_output(drafter: Eagle3) -> bool:
     """True if its output layer is the target's whole one, which some engines take from the target."""
-    return not drafter.output_parameters(0) and drafter.token_ids_Q is None
+    return drafter.lm_head is None and drafter.token_ids_Q is None
 
 
 def read_eagle(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Eagle | Eagle3, dict[str, Tensor]]:
@@ -124,6 +130,77 @@ def read_eagle(given: Checkpoint, target: Target, settings: ImportSettings) -> t
         raise UserError(f"{given.config} says target_hidden_size: {said['target_hidden_size']} and hidden_size: "
                         f"{block.hidden_size}; EAGLE-1 is as wide as its target, choose such a checkpoint")
     return Eagle(EagleConfig(bias="fc.bias" in tensors), target, block), tensors
+
+
+def export_eagle4(drafter: Eagle3, target: Target, folder: Path, settings: ExportSettings = PLAIN) -> Contents:
+    """Write EAGLE-4 with the keys and tensors alone that its readers know."""
+    tensors = {there(name, LAYERS) or name: tensor for name, tensor in third_tensors(drafter, target).items()}
+    tensors |= stored({found: tensor for name, tensor in drafter.state_dict().items()
+                       if (found := there(name, third.FACTORS)) is not None})
+    chosen = drafter.config
+    config = {**state_drafters.layer_config(drafter, target), "architectures": ["LlamaForCausalLMEagle4"],
+              "draft_vocab_size": drafter.vocab_size, "eagle_config": {LAYER_IDS: list(drafter.taps)},
+              "fc_norm": chosen.fc_norm, "norm_output": chosen.norm_output,
+              third.HEAD: {"type": third.KINDS[0], "rank": chosen.head_rank, "num_candidates": chosen.candidates}}
+    return Contents(title="EAGLE-4 drafter", table=write_layout(folder, WHOLE, tensors, config))
+
+
+def _no_eagle4(drafter: Eagle3, target: Target) -> str:
+    """The refusal of a drafter that is no EAGLE-4; else empty."""
+    config = drafter.config
+    wrong = {"has no candidate head; set drafter.head_rank, with train.start": drafter.head is None,
+             f"reads {len(drafter.taps)} layers of the target and not three; train with three taps":
+                 len(drafter.taps) != 3,
+             f"has {drafter.num_layers} layers and not one; train with num_layers: 1": drafter.num_layers != 1,
+             "has a reduced vocabulary; train with vocabulary_size: null": drafter.token_ids_Q is not None,
+             "is of another width than its target; leave hidden_size out": drafter.embed_tokens is not None,
+             "has norms of queries and keys; train with qk_norm: false": drafter.block.qk_norm,
+             "has norm_before_fc or norm_before_residual; train with fc_norm and norm_output alone":
+                 config.norm_before_fc or config.norm_before_residual}
+    return output_bias(target) or next((f"EAGLE-4's layout does not hold this drafter, which {said}"
+                                        for said, there in wrong.items() if there), "")
+
+
+def read_eagle4(given: Checkpoint, target: Target, settings: ImportSettings) -> tuple[Eagle3, dict[str, Tensor]]:
+    """EAGLE-4. Factors that the file lacks are the truncated SVD of its output layer. Raises UserError for a key that
+    is not known, a reduced vocabulary, one factor without the other, or a rank above the width."""
+    said = given.said
+    for section, known, held in (("", third.KEYS, said), *(
+            (f"{name}.", known, said.get(name) or {}) for name, known in third.SECTIONS.items())):
+        if unknown := sorted(held.keys() - known):
+            raise UserError(f"{given.config} says {section}{unknown[0]}: {json.dumps(held[unknown[0]])}, which is no "
+                            "key of EAGLE-4 here; take it out if it changes nothing, or choose another checkpoint")
+    inner, head = said["eagle_config"], said[third.HEAD]
+    if head["type"] not in third.KINDS:
+        raise UserError(f"{given.config} says {third.HEAD}.type: {json.dumps(head['type'])}; only "
+                        f"{' and '.join(third.KINDS)} can be imported, choose such a checkpoint")
+    if said.get("draft_vocab_size") not in (None, target.vocab_size):
+        raise UserError(f"{given.config} says draft_vocab_size: {said['draft_vocab_size']}, but EAGLE-4 guesses all "
+                        f"{target.vocab_size} tokens of {target.identity.name}; load the target it was trained for")
+    # The ids of this layout count layers by their outputs, from 0, and the base of the rotary embedding is meant.
+    said |= {name: inner[name] for name in NORMS if name in inner}
+    drafter, tensors = read_eagle(given, target, replace(
+        settings, taps=tuple(inner[LAYER_IDS]), rope_base=state_drafters.named_base(said)))
+    if not isinstance(drafter, Eagle3) or drafter.token_ids_Q is not None:
+        raise UserError(f"{given.folder} holds no norm.weight, or a reduced vocabulary, which EAGLE-4 has not; choose "
+                        "another checkpoint, or --format eagle")
+    config = replace(drafter.config, head_rank=head["rank"], candidates=head["num_candidates"])
+    Eagle3.fitted(config, target)
+    found = Eagle3(config, target, drafter.block)
+    tensors = {here(name, third.FACTORS) or name: tensor for name, tensor in tensors.items()}
+    if found.head is not None and not any(name.startswith("head.") for name in tensors):
+        counts_V = None
+        if head["type"] == third.KINDS[1]:
+            if not (file := given.folder / FREQUENCIES).is_file():
+                raise UserError(f"{given.folder} holds neither factors nor {FREQUENCIES}, by which {third.KINDS[1]} "
+                                "makes them; copy it again")
+            counts_V = torch.from_numpy(np.load(file, allow_pickle=False)).float() + (head.get("smooth_factor") or 0)
+            if counts_V.shape != (target.vocab_size,) or not bool(((counts_V >= 0) & counts_V.isfinite()).all()):
+                raise UserError(f"{file} must hold a count of each of the {target.vocab_size} tokens of "
+                                f"{target.identity.name}; copy it again")
+        found.head.factorise(tensors.get(OUTPUT, target.output_weight().cpu()), counts_V)
+        tensors |= {f"head.{name}": tensor for name, tensor in found.head.state_dict().items()}
+    return found, tensors
 
 
 def _taps(given: Checkpoint, target: Target) -> tuple[int, ...]:
@@ -183,7 +260,7 @@ def _lost(drafter: Eagle | Eagle3) -> str:
 EAGLE = ExportFormat[Eagle | Eagle3](
     name="eagle", content="EAGLE drafters",
     readers={"the official code": "", "vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, passed_over=_passed_over,
-    families=(Eagle, Eagle3), refusal=refusal, write=export_eagle, read=read_eagle, opens=OPENS, known=FIXED,
+    families=(Eagle, Eagle3), refusal=refusal, write=export_eagle, read=read_eagle, opens=OPENS, known=third.FIXED,
     weights=COMPRESSED,
     # vLLM calls both families as this project does.
     as_read=as_compressed, vllm=lambda drafter: Served(method={"method": drafter.family}, loader={}),
@@ -192,6 +269,9 @@ EAGLE = ExportFormat[Eagle | Eagle3](
         "SGLang": sglang_command("EAGLE3", places, **places.drafts.sglang(3, 1, 4), **(
             {} if drafter.window is None else {"draft_window_size": drafter.window - 1}))},
     lost=_lost)
+EAGLE4 = ExportFormat[Eagle3](
+    name="eagle4", content="EAGLE-4 drafters", readers={"TokenSpeed": ""}, families=(Eagle3,), refusal=_no_eagle4,
+    write=export_eagle4, read=read_eagle4, known=third.FOURTH)
 EAGLE_SGLANG = ExportFormat(
     name="eagle-sglang", content="EAGLE-1 drafters", readers={"SGLang": ""}, families=(Eagle,), refusal=refusal,
     write=export_eagle_sglang,

@@ -16,7 +16,7 @@ from ..measured_files import acceptance_lines, profile
 from ..page import Block, Heading, Text, as_markdown
 from ..stored_drafter import ACCEPTANCE, as_json, require_described
 from .dflash import DFLASH
-from .eagle import EAGLE, EAGLE_SGLANG
+from .eagle import EAGLE, EAGLE4, EAGLE_SGLANG
 from .huggingface import HUGGINGFACE
 from .llama_cpp import GGUF
 from .medusa import MEDUSA_VLLM
@@ -29,8 +29,9 @@ from .parts.gguf_file import FLOAT32
 from .speculators import SPECULATORS
 from .target_folder import MEDUSA, MERGED, MTP, TARGET
 
-EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (DFLASH, EAGLE, EAGLE_SGLANG, HUGGINGFACE, SPECULATORS, GGUF, OPENVINO,
-                                                 HYDRA, KANGAROO, MERGED, MEDUSA, MEDUSA_VLLM, MTP, PPD, TARGET)
+EXPORT_FORMATS: tuple[ExportFormat[Any], ...] = (DFLASH, EAGLE, EAGLE_SGLANG, EAGLE4, HUGGINGFACE, SPECULATORS, GGUF,
+                                                 OPENVINO, HYDRA, KANGAROO, MERGED, MEDUSA, MEDUSA_VLLM, MTP, PPD,
+                                                 TARGET)
 """All layouts, in the order of the tables."""
 EVERY_FORMAT: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS))  # Their names
 IMPORTED: tuple[str, ...] = tuple(sorted(one.name for one in EXPORT_FORMATS if one.read))  # Of those that are read

@@ -136,6 +136,9 @@ class Drafter(nn.Module, Proposer[State]):
     """The training step that an autoregressive drafter applies repeatedly while decoding; None for a drafter whose K
     training steps are its K draft steps."""
     trained_steps: int = 1  # Draft steps trained at each position; training rows must be longer than these steps reach
+    imitated: Callable[[Tensor], Tensor] | None = None
+    """Logits [..., Q] of hidden states [..., D] whose distribution `project` learns; None where it learns the
+    target's."""
     state_size: int
     """Width of the output of `forward` at one position and step: the state that the output layer reads, plus the
     estimate of the target's state where that is a separate one."""

@@ -273,7 +273,9 @@ class EagleDrafter(FeatureDrafter[EagleState]):
                 own_BFD = self.step(embedded_BFD, read_BFD, state.rows.add_nodes(frontier))
             state.nodes_RM = torch.cat([state.nodes_RM[:rows], frontier.nodes_BF], dim=1)
             state.own_RMD = torch.cat([own_RMD, own_BFD], dim=1)
-        finished_BFD = self.finish(own_BFD)
         with self.packing.installed():
-            logits_BFQ = self.project(finished_BFD, 0)
-        return Scores.from_logits(logits_BFQ[:, :, None], self.token_ids, finished_BFD[:, :, None])
+            return self.scored(self.finish(own_BFD))
+
+    def scored(self, finished_BFD: Tensor) -> Scores:
+        """Scores of the children of nodes with these inputs of the output layer."""
+        return Scores.from_logits(self.project(finished_BFD, 0)[:, :, None], self.token_ids, finished_BFD[:, :, None])

@@ -1,7 +1,8 @@
 """Heads on a drafter's or the target's states: what drafters with one head for each draft step share (Medusa, Hydra),
-and the acceptance head of SpecDec++ (arXiv:2405.19715), for any family.
+the acceptance head of SpecDec++ (arXiv:2405.19715), for any family, and the candidate head of EAGLE-4.
 
-Shapes: B rows, L positions, K heads, D hidden size, Q entries of the draft vocabulary, N states."""
+Shapes: B rows, L positions, K heads, D hidden size, Q entries of the draft vocabulary, N states, R rank, C
+candidates."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -14,7 +15,7 @@ from ..config_checks import CheckedSettings, Parts
 from ..errors import UserError
 from ..interfaces.drafter import DrafterConfig, Drafts
 from ..interfaces.proposer import State
-from ..target.draft_vocabulary import OwnOutput
+from ..target.draft_vocabulary import OutputRows, OwnOutput
 from ..target.model import Target
 from .decoder_block import BlockConfig
 from .shared_embeddings import BorrowingDrafter, Sizes
@@ -117,3 +118,42 @@ class AcceptanceHead(nn.Module):
         """log P(accepted), [N]."""
         logits_N2: Tensor = self(states_ND)
         return functional.logsigmoid(logits_N2[..., 1] - logits_N2[..., 0])
+
+
+class CandidateHead(nn.Module):
+    """Two factors of an output layer, whose product is cheap and finds the few entries that the layer itself then
+    scores (EAGLE-4). Own weights, NaN until made or loaded: `down.weight` [R, D] and `up.weight` [Q, R]."""
+
+    def __init__(self, width: int, entries: int, rank: int, candidates: int) -> None:
+        super().__init__()
+        self.candidates = candidates
+        self.down, self.up = OwnOutput(width, rank, bias=False), OwnOutput(rank, entries, bias=False)
+
+    @torch.no_grad()
+    def factorise(self, weight_QD: Tensor, counts_Q: Tensor | None = None) -> None:
+        """Take the factors of the nearest product of this rank, by the truncated SVD of the layer's rows; with counts
+        of tokens a row's error counts as often as its token."""
+        rows_QD = weight_QD.to(torch.promote_types(weight_QD.dtype, torch.float32))
+        weighed_QD = rows_QD if counts_Q is None else rows_QD * counts_Q.to(rows_QD)[:, None].sqrt()
+        # Rows are fitted one by one once the axes are chosen, so that weights decide the axes alone.
+        down_RD = principal(weighed_QD, self.down.out_features).mT
+        self.down.weight.copy_(down_RD)
+        self.up.weight.copy_(rows_QD @ down_RD.mT)
+
+    def logits(self, states: Tensor, rows: OutputRows) -> Tensor:
+        """Logits [..., Q] of the product for states [..., D]; `rows` add the target's bias, scaling and capping."""
+        return rows.through(self.down(states.to(self.down.weight.dtype)), self.up)
+
+    def rescored(self, states: Tensor, rows: OutputRows, weight_QD: Tensor) -> tuple[Tensor, Tensor]:
+        """(the best entries by the product, their logits by the layer's own rows), [..., C] each."""
+        entries_C = self.logits(states, rows).topk(self.candidates, dim=-1, sorted=False).indices
+        logits_C = (weight_QD[entries_C] @ states.to(weight_QD.dtype)[..., None])[..., 0]
+        if rows.bias_Q is not None:
+            logits_C = logits_C + rows.bias_Q[entries_C].to(logits_C.dtype)
+        return entries_C, rows.target.post_process(logits_C)
+
+
+def principal(rows_ND: Tensor, size: int) -> Tensor:
+    """The first principal components [D, size] of the rows, not centred; zero beyond D of them."""
+    axes_DD = torch.linalg.eigh(rows_ND.mT @ rows_ND).eigenvectors.flip(-1)[:, :size]
+    return functional.pad(axes_DD, (0, size - axes_DD.shape[1]))

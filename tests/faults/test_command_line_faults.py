@@ -81,7 +81,7 @@ FAULTS += [
     Fault("an artifact that is a link to itself", "generate --prompt hi --artifact a", "holds no artifact|remove",
           lambda place: (place.folder / "a").symlink_to("a")),
     Fault("an unknown format names merged too", "export --artifact gone --out o --format onnx",
-          "the format 'onnx' is none of dflash, eagle, eagle-sglang, gguf, huggingface, hydra, "
+          "the format 'onnx' is none of dflash, eagle, eagle-sglang, eagle4, gguf, huggingface, hydra, "
           "kangaroo, medusa, medusa-vllm, merged"),
     Fault("an empty format", "export --artifact {artifact} --out o --format=", "the format '' is none of dflash"),
     Fault("merged without an adapter", "export --artifact {artifact} --out o --format merged",

@@ -79,7 +79,7 @@ def carried(name: str, folder: Path, former: Target, target: Target | None = Non
     module = type(case.module(former))(former if target is None else target)
     # The family's defaults: every setting that shapes the drafter follows the start, unless the family says otherwise.
     same = asked_for(start.drafter.config)
-    module.config = replace(module.config, drafter=replace(module.config.drafter, **same))
+    module.config = replace(module.config, drafter=replace(module.config.drafter, **same), start=str(folder))
     return drafter, continuing(module, start)
 
 

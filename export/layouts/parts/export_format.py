@@ -25,7 +25,8 @@ D = TypeVar("D", bound=Drafter)
 Engine = Literal["vLLM", "SGLang", "llama.cpp", "OpenVINO GenAI", "TensorRT-LLM", "Text Generation Inference",
                  "transformers"]
 """Serving engines, and what decodes with drafts too."""
-Project = Literal["the official code", "the speculators library"]  # Code of those who made a method or a layout
+Project = Literal["the official code", "the speculators library", "TokenSpeed"]
+"""Code of those who made a method or a layout, or read one that no engine here does."""
 
 
 @dataclass(frozen=True, kw_only=True)

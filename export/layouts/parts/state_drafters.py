@@ -35,7 +35,7 @@ SLIDING = "sliding_attention"  # The kind of layers with a window
 
 def linear_names(tensors: Mapping[str, Tensor], drafter: Eagle | Eagle3) -> set[str]:
     """The matrices of linear layers, with an output layer that the drafter has trained."""
-    whole = {EMBEDDING} if drafter.output_parameters(0) else {EMBEDDING, OUTPUT}
+    whole = {EMBEDDING} if drafter.outputs else {EMBEDDING, OUTPUT}
     return {name for name, tensor in tensors.items() if tensor.ndim == 2} - whole
 
 

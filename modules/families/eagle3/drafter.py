@@ -1,22 +1,24 @@
 """EAGLE-3: a decoder layer over several of the target's states, trained on its own states as while drafting
-(arXiv:2503.01840); also with EAGLE-3.1's norms (arXiv:2605.09992) and with more than one layer.
+(arXiv:2503.01840); also with EAGLE-3.1's norms (arXiv:2605.09992), with more than one layer and with EAGLE-4's head.
 
 Its training pass is `EagleDrafter.forward` (parts/feature_drafter.py), its loss `objective` in trainers/objectives.py.
 
-Shapes: B rows, N positions, D hidden size, V target vocabulary, Q entries of the draft vocabulary."""
+Shapes: B rows, N positions, F nodes, D hidden size, V target vocabulary, Q entries of the draft vocabulary, C
+candidates."""
 
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...config_checks import Parts, Size
 from ...errors import UserError
 from ...interfaces.drafter import FamilyCard, Training
+from ...interfaces.proposer import Scores
 from ...parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock, ResidualLayer, RMSNorm
 from ...parts.feature_drafter import EagleDrafter, TappedConfig, block_like, chosen_taps, columns_for, last_norm
+from ...parts.heads import CandidateHead, principal
 from ...parts.shared_embeddings import Sizes
 from ...target.draft_vocabulary import OwnOutput
 from ...target.model import Target
@@ -26,7 +28,7 @@ from ...target.model import Target
 class Eagle3Config(TappedConfig):
     """The shape of an EAGLE-3 drafter."""
 
-    training_only = frozenset({"steps"})
+    training_only = frozenset({"steps", "candidates"})
     ahead = ("steps",)
     steps: Parts = 7
     """Draft steps of the training-time test at each position."""
@@ -48,17 +50,38 @@ class Eagle3Config(TappedConfig):
     """Whether the next step reads the state after the norm of the output layer (EAGLE-3.1) or before it."""
     output: Literal["shared", "copy"] = "copy"
     """`copy` trains the drafter's own output layer, `shared` reads the target's and adds no weights."""
+    head_rank: Size | None = None
+    """Rank of EAGLE-4's candidate head, two factors that stand for the whole output layer. Only these are trained, for
+    the finished draft of `train.start`; None trains the draft."""
+    candidates: Size = 512
+    """Entries that the output layer scores at a node, the best ones by the product of the factors; only with
+    `head_rank`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.fc_norm and self.norm_before_fc:
             raise UserError("fc_norm and norm_before_fc are both true, and the states are normalised once; choose one")
 
+    def inherits(self, name: str, start: Any) -> bool:
+        """A recipe without a rank trains the draft of a start that has one."""
+        return super().inherits(name, start) and name != "head_rank"
+
+    def check_training(self, train: Any) -> None:
+        """A candidate head is learned from a finished draft."""
+        if self.head_rank is not None and train.start is None:
+            raise UserError(f"drafter.head_rank is {self.head_rank}, which trains the candidate head of a finished "
+                            "draft and not the draft; name its artifact with train.start, or leave head_rank out")
+
+    def keeps_head(self, start: Any) -> bool:
+        """True if a candidate head of settings `start` fits: its rank, and its entries."""
+        wanted: bool = (self.head_rank, self.vocabulary_size) == (start.head_rank, start.vocabulary_size)
+        return wanted
+
     def carries(self, name: str, start: Any) -> bool:
         """Further layers pass the state on, and `fc` reads nothing of further taps; a norm over all would change."""
         taps = name == "taps" and not self.norm_before_fc and set(start.taps) < set(self.taps or ())
         layers = name == "num_layers" and start.num_layers < self.num_layers
-        return super().carries(name, start) or taps or layers
+        return super().carries(name, start) or taps or layers or name == "head_rank"
 
 
 class WideBlock(ResidualLayer):
@@ -84,13 +107,14 @@ class Eagle3(EagleDrafter):
     """fc over the target's tapped states, then decoder layers that read their own states while drafting. Own weights,
     named as in the official code: `fc.weight` [D, taps D], `midlayer.*`, `norm.weight`, with `fc_norm` also
     `fc_norm.{tap}.weight` [D], with `norm_before_fc` `input_norm.weight` [taps D], with more layers `layers.{1...}.*`,
-    with `output="copy"` `lm_head.weight` [Q, D], and with a reduced vocabulary its ids, `token_ids` [Q]. The target's
+    with `output="copy"` `lm_head.weight` [Q, D], with a reduced vocabulary its ids, `token_ids` [Q], with a candidate
+    head `head.{down,up}.weight`, of which alone gradients are found. The target's
     embedding is borrowed, except by layers of a different width, which have `embed_tokens.weight` [V, D]; `fc` and the
     norms before it then read the target's width. Make a new one with `Eagle3.create`."""
 
     family = "eagle3"
     card = FamilyCard(
-        name="EAGLE-3, EAGLE-3.1", papers=("2503.01840", "2605.09992"),
+        name="EAGLE-3, EAGLE-3.1, EAGLE-4", papers=("2503.01840", "2605.09992"),
         guesses="one decoder layer (or more) over several of the target's states, trained on its own states",
         cost="four stored states of a token, where EAGLE-1 has one; one layer run for each level of the tree")
     config: Eagle3Config
@@ -122,6 +146,20 @@ class Eagle3(EagleDrafter):
         self.lm_head = OwnOutput(width, entries, bias=False) if config.output == "copy" else None
         # A tuple, which registers nothing: the weights have the official name, `lm_head`, alone.
         self.outputs = () if self.lm_head is None else (self.lm_head,)
+        self.head: CandidateHead | None = None
+        if config.head_rank is not None:
+            # The output layer scores what the factors find: they learn its distribution, and nothing else learns.
+            self.requires_grad_(False)
+            self.head, self.imitated = CandidateHead(width, entries, config.head_rank, config.candidates), self.full
+
+    @classmethod
+    def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None, start: Self | None = None) -> Self:
+        """As of every drafter; a new candidate head is the SVD of the output layer."""
+        drafter = super().create(config, target, token_ids_Q, start)
+        new = start is None or not drafter.config.keeps_head(start.config)
+        if drafter.head is not None and new and target.device.type != "meta":
+            drafter.head.factorise(drafter.full_rows)
+        return drafter
 
     @classmethod
     def fitted(cls, config: Eagle3Config, target: Target) -> tuple[Eagle3Config, BlockConfig]:
@@ -137,6 +175,11 @@ class Eagle3(EagleDrafter):
             raise UserError(f"output is 'shared', but the output layer of {target.identity.name} reads states "
                             f"{target.hidden_size} wide, not of hidden_size {width}; set output to copy, or leave "
                             "hidden_size out")
+        for name, size, most, bound in () if config.head_rank is None else (
+                ("head_rank", config.head_rank, width, "the width of the draft's states"),
+                ("candidates", config.candidates, config.vocabulary_size or target.vocab_size, "the draft vocabulary")):
+            if size > most:
+                raise UserError(f"{name} must be at most {most}, {bound}, got {size}; lower drafter.{name}")
         # Of another width in the same proportions, with heads of the same width.
         heads = max(1, round(block.num_heads * width / block.hidden_size))
         shared = max(1, heads * block.num_kv_heads // block.num_heads)
@@ -162,20 +205,21 @@ class Eagle3(EagleDrafter):
             return
         # A narrower or wider drafter reads principal components: of the output layer, and of the embedding.
         read_QD = self.output_rows().weight_QD.to(norm_D.dtype) * norm_D
-        axes_DE = _principal(read_QD, width)
+        axes_DE = principal(read_QD, width)
         self.fc.weight[:, -wide:] = axes_DE.mT
         # A state with the same norm in E components in place of D has a larger root mean square.
         self.norm.weight.fill_((wide / width) ** 0.5)
         if self.lm_head is not None:
             self.lm_head.weight.copy_(read_QD @ axes_DE)
         table_VD = target.model.get_input_embeddings().weight.to(norm_D.dtype)
-        self.embed_tokens.weight.copy_(table_VD @ _principal(table_VD, width))
+        self.embed_tokens.weight.copy_(table_VD @ principal(table_VD, width))
 
     def carried(self, start: Self) -> dict[str, Tensor]:
         """The start's tensors; `fc` has columns of zeros for further taps."""
         renamed = {f"fc_norm.{place}.weight": f"fc_norm.{self.taps.index(tap)}.weight"
                    for place, tap in enumerate(start.taps)}
-        tensors = {renamed.get(name, name): tensor for name, tensor in super().carried(start).items()}
+        tensors = {renamed.get(name, name): tensor for name, tensor in super().carried(start).items()
+                   if not name.startswith("head.") or self.config.keeps_head(start.config)}
         return {**tensors, "fc.weight": columns_for(self.taps, start.fc.weight, start.taps)}
 
     def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:
@@ -209,8 +253,35 @@ class Eagle3(EagleDrafter):
         """The state after the norm."""
         return cast(Tensor, self.norm(own))
 
+    # The candidate head of EAGLE-4 ------------------------------------------------------------------------------------
 
-def _principal(rows_ND: Tensor, size: int) -> Tensor:
-    """The first principal components [D, size] of the rows, not centred; zero beyond D of them."""
-    axes_DD = torch.linalg.eigh(rows_ND.mT @ rows_ND).eigenvectors.flip(-1)[:, :size]
-    return functional.pad(axes_DD, (0, size - axes_DD.shape[1]))
+    def full(self, hidden: Tensor) -> Tensor:
+        """Logits of the whole output layer, [..., Q]."""
+        return super().project(hidden, 0)
+
+    def output_parameters(self, step: int) -> tuple[nn.Parameter, ...]:
+        return super().output_parameters(step) if self.head is None else tuple(self.head.parameters())
+
+    def project(self, hidden: Tensor, step: int) -> Tensor:
+        """Draft logits [..., Q]; with a candidate head those of its product in training, else of candidates alone."""
+        if self.head is None:
+            return self.full(hidden)
+        if self.training:
+            return self.head.logits(hidden, self.output_rows())
+        entries_C, logits_C = self.head.rescored(hidden, self.output_rows(), self.full_rows)
+        blank_Q = logits_C.new_full((*logits_C.shape[:-1], len(self.full_rows)), -torch.inf)
+        return blank_Q.scatter(-1, entries_C, logits_C)
+
+    def scored(self, finished_BFD: Tensor) -> Scores:
+        """Scores of the candidates alone, over which the draft's distribution then is."""
+        if self.head is None:
+            return super().scored(finished_BFD)
+        entries_BFC, logits_BFC = self.head.rescored(finished_BFD, self.output_rows(), self.full_rows)
+        ids_BFC = entries_BFC if self.token_ids is None else self.token_ids[entries_BFC]
+        scores = Scores.from_logits(logits_BFC[:, :, None], states_BFHD=finished_BFD[:, :, None])
+        return replace(scores, candidates_BFHQ=ids_BFC[:, :, None], all_guesses=True)
+
+    @property
+    def full_rows(self) -> Tensor:
+        """The rows of the output layer, its own or the target's, [Q, D]."""
+        return self.output_rows().weight_QD if self.lm_head is None else self.lm_head.weight

@@ -1,5 +1,5 @@
-"""EAGLE drafters in the official layout and in that of the speculators library: recorded outputs, names and keys, the
-same drafts back, refused mistakes."""
+"""EAGLE drafters in the official layout, in that of the speculators library and in EAGLE-4's: recorded outputs, names
+and keys, the same drafts back, refused mistakes."""
 
 import json
 import re
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from draftsmith.export import ImportSettings, import_drafter
@@ -476,3 +477,135 @@ def test_the_output_layer_of_the_target_is_left_out(tmp_path: Path, tiny_target:
     for name, held in (("eagle3-borrowed", False), ("eagle3-shared", True), ("eagle3", True)):
         _, folder = speculators(name, tiny_target, tmp_path / name)
         assert ("lm_head.weight" in load_file(folder / "model.safetensors")) == held
+
+
+# EAGLE-4 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def deep() -> Target:
+    """A target with layers enough for three taps."""
+    torch.manual_seed(2)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2))
+    return Target(model, tiny_tokenizer(), name="tiny-target")
+
+
+def fourth(target: Target, **settings: Any) -> Eagle3:
+    config = Eagle3Config(**{"taps": (2, 3, 5), "fc_norm": True, "norm_output": True, "rope_base": 500000.0,
+                             "head_rank": 6, "candidates": 40, **settings})
+    return randomised(Eagle3.create(config, target, IDS if config.vocabulary_size else None))
+
+
+@pytest.mark.parametrize("settings", [{"window": 16}, {"output": "shared", "fc_norm": False}])
+def test_eagle4_is_written_as_its_readers_know_it_and_comes_back(
+    settings: dict[str, Any], deep: Target, tmp_path: Path
+) -> None:
+    drafter = fourth(deep, **settings)
+    folder = exported(drafter, deep, tmp_path / "out", "eagle4")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    assert config["architectures"] == ["LlamaForCausalLMEagle4"]
+    assert config["eagle_config"] == {"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}
+    assert config["efficient_lm_head_config"] == {"type": "low_rank", "rank": 6, "num_candidates": 40}
+    assert (config["fc_norm"], config["norm_output"]) == (drafter.config.fc_norm, True)
+    assert (config["draft_vocab_size"], config["rope_theta"], config["attention_bias"]) == (100, 500000.0, False)
+    # Its readers refuse what they do not know, as this one does.
+    assert not [key for key in config if key.startswith("draftsmith")]
+    assert {name for name in tensors if "layers" not in name and "norm" not in name} == {
+        "fc.weight", "lm_head.weight", "efficient_lm_head.weight", "efficient_lm_head_down_proj.weight"}
+    assert tuple(tensors["efficient_lm_head_down_proj.weight"].shape) == (6, 32)
+    back = import_drafter("eagle4", folder, deep)
+    assert isinstance(back, Eagle3)
+    assert (back.taps, back.block, back.config.head_rank, back.config.candidates) == (
+        drafter.taps, drafter.block, 6, 40)
+    assert config.get("sliding_window") == back.window == settings.get("window")
+    assert config.get("layer_types") == (["sliding_attention"] if back.window else None)
+    features = deep.encode(Features.from_rows([([9, 8, 7, 30, 31, 32], [True] * 6)]), drafter.taps)
+    with torch.no_grad():
+        ours, theirs = drafter(features).hidden_BLKD, back(features).hidden_BLKD[:, :, :7]
+        assert torch.equal(ours, theirs)
+        torch.testing.assert_close(back.project(theirs, 0), drafter.project(ours, 0))
+    again = load_file(exported(back, deep, tmp_path / "again", "eagle4") / "model.safetensors")
+    assert {name: one.tolist() for name, one in again.items()} == {name: one.tolist() for name, one in tensors.items()}
+    # Engines that know no candidate head draft with the whole output layer.
+    plain = load_file(exported(drafter, deep, tmp_path / "plain", "eagle") / "model.safetensors")
+    assert not [name for name in plain if "head." in name and name != "lm_head.weight"]
+
+
+@pytest.mark.parametrize("kind", ["low_rank", "weighted_low_rank"])
+def test_factors_that_a_file_lacks_are_the_svd_of_its_rows(kind: str, deep: Target, tmp_path: Path) -> None:
+    drafter = fourth(deep)
+    folder = exported(drafter, deep, tmp_path / "out", "eagle4")
+    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    config["efficient_lm_head_config"] |= {"type": kind, "smooth_factor": 0.5}
+    (folder / "config.json").write_text(json.dumps(config))
+    whole = {name: one for name, one in tensors.items() if not name.startswith("efficient")}
+    save_file(whole, folder / "model.safetensors")
+    counts = torch.arange(100.0)
+    if kind == "weighted_low_rank":
+        for content, told in ((None, "holds neither factors nor token_frequency.npy, by which weighted_low_rank"),
+                              (counts[:7], "must hold a count of each of the 100 tokens of tiny-target; copy it again"),
+                              (counts - 1, "must hold a count of each of the 100 tokens")):
+            if content is not None:
+                np.save(folder / "token_frequency.npy", content.numpy())
+            with pytest.raises(UserError, match=told):
+                import_drafter("eagle4", folder, deep)
+        np.save(folder / "token_frequency.npy", counts.numpy())
+    back = import_drafter("eagle4", folder, deep)
+    assert isinstance(back, Eagle3)
+    assert back.head is not None
+    weight_V1 = ((counts + 0.5).sqrt() if kind == "weighted_low_rank" else torch.ones(100))[:, None].double()
+    rows = whole["lm_head.weight"].double()
+    left, sizes, right = torch.linalg.svd(weight_V1 * rows, full_matrices=False)
+    nearest = (left[:, :6] * sizes[:6]) @ right[:6] / weight_V1
+    product = (back.head.up.weight @ back.head.down.weight).detach().double()
+    torch.testing.assert_close(product, nearest, atol=1e-4, rtol=1e-3)
+    # One factor without the other is a damaged file.
+    save_file({name: one for name, one in tensors.items() if name != "efficient_lm_head.weight"},
+              folder / "model.safetensors")
+    with pytest.raises(UserError, match="does not fit its configuration"):
+        import_drafter("eagle4", folder, deep)
+
+
+@pytest.mark.parametrize(("keys", "told"), [
+    ({"attention_sinks": 4}, "says attention_sinks: 4, which is no key of EAGLE-4 here; take it out if it changes"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "gate": True}}, "says eagle_config.gate: true"),
+    ({"efficient_lm_head_config": {"type": "low_rank", "rank": 6, "num_candidates": 9, "groups": 2}},
+     "says efficient_lm_head_config.groups: 2, which is no key"),
+    ({"efficient_lm_head_config": {"type": "clusters", "rank": 6, "num_candidates": 9}},
+     'says efficient_lm_head_config.type: "clusters"; only low_rank and weighted_low_rank can be imported'),
+    ({"efficient_lm_head_config": {"type": "low_rank", "rank": 40, "num_candidates": 9}},
+     "head_rank must be at most 32, the width of the draft's states, got 40"),
+    ({"efficient_lm_head_config": {"type": "low_rank", "rank": 6, "num_candidates": 101}},
+     "candidates must be at most 100, the draft vocabulary, got 101"),
+    ({"efficient_lm_head_config": None}, "config.json is damaged"),
+    ({"eagle_config": {}}, "config.json lacks 'eagle_aux_hidden_state_layer_ids'; copy it again"),
+    ({"draft_vocab_size": 50}, "says draft_vocab_size: 50, but EAGLE-4 guesses all 100 tokens of tiny-target"),
+    ({"attn_norm": True}, "says attn_norm: true; only false can be imported"),
+    ({"use_rope": False}, "says use_rope: false; only true can be imported"),
+    ({"attention_bias": True}, "says attention_bias: true; only false can be imported"),
+    ({"num_hidden_layers": 2}, "says num_hidden_layers: 2; only 1 can be imported"),
+])
+def test_what_eagle4_cannot_say_is_refused(keys: dict[str, Any], told: str, deep: Target, tmp_path: Path) -> None:
+    folder = exported(fourth(deep), deep, tmp_path / "out", "eagle4")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | keys))
+    with pytest.raises(UserError, match=told):
+        import_drafter("eagle4", folder, deep)
+
+
+@pytest.mark.parametrize(("settings", "told"), [
+    ({"head_rank": None}, "which has no candidate head; set drafter.head_rank, with train.start"),
+    ({"taps": (1, 2)}, "which reads 2 layers of the target and not three; train with three taps"),
+    ({"num_layers": 2}, "which has 2 layers and not one; train with num_layers: 1"),
+    ({"vocabulary_size": len(IDS), "candidates": 9}, "which has a reduced vocabulary; train with vocabulary_size: nu"),
+    ({"hidden_size": 24}, "which is of another width than its target; leave hidden_size out"),
+    ({"qk_norm": True}, "which has norms of queries and keys; train with qk_norm: false"),
+    ({"norm_before_residual": True}, "which has norm_before_fc or norm_before_residual; train with fc_norm"),
+])
+def test_a_drafter_that_is_no_eagle4_is_refused(settings: dict[str, Any], told: str, deep: Target, tmp_path: Path
+                                                ) -> None:
+    with pytest.raises(UserError, match=told):
+        exported(fourth(deep, **settings), deep, tmp_path / "out", "eagle4")
+    assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""EAGLE-3 and EAGLE-3.1, also with more layers or another width."""
+"""EAGLE-3, EAGLE-3.1 and EAGLE-4, also with more layers or another width."""
 
 import torch
 from draftsmith.modules import Eagle3, Eagle3Config
@@ -17,5 +17,8 @@ CASES = {
     "eagle3-layers": _eagle3(Eagle3Config(steps=3, num_layers=2, vocabulary_size=len(IDS)), IDS),
     "eagle3-narrow": _eagle3(Eagle3Config(steps=3, fc_norm=True, hidden_size=24)),
     "eagle3-window": _eagle3(Eagle3Config(steps=3, num_layers=2, window=6, qk_norm=True)),
+    # A head is trained for a finished draft: no test of all families reads the artifact that it names.
+    "eagle4": case(Eagle3, Eagle3Config(steps=3, fc_norm=True, norm_output=True, head_rank=12, candidates=40),
+                   start="a finished draft"),
     "eagle3-reduced": _eagle3(Eagle3Config(steps=4, vocabulary_size=len(IDS)), IDS),
 }

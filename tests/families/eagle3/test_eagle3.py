@@ -1,4 +1,4 @@
-"""EAGLE-3 and EAGLE-3.1: taps, norms, widths, what a step trains, what is refused."""
+"""EAGLE-3, EAGLE-3.1 and EAGLE-4: taps, norms, widths, what a step trains, what is refused."""
 
 import dataclasses
 from typing import Any
@@ -9,8 +9,9 @@ from draftsmith.modules import Eagle3, Eagle3Config, Target, UserError
 from draftsmith.modules.parts.feature_drafter import chosen_taps
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from draftsmith.trainers import draft_module, train_config
+from draftsmith.trainers.train_config import continued_settings
 from support.answers import text
-from support.families import randomised
+from support.families import IDS, randomised
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -134,12 +135,16 @@ def test_its_own_embedding_is_trained(tiny_target: Target) -> None:
 @pytest.mark.parametrize(("config", "told"), [
     (Eagle3Config(hidden_size=24, output="shared"),
      "output is 'shared', but the output layer of tiny-random reads states 32 wide, not of hidden_size 24; set output"),
+    (Eagle3Config(head_rank=33, candidates=9),
+     "head_rank must be at most 32, the width of the draft's states, got 33; lower drafter.head_rank"),
+    (Eagle3Config(head_rank=25, candidates=9, hidden_size=24), "head_rank must be at most 24, the width"),
+    (Eagle3Config(head_rank=8), "candidates must be at most 100, the draft vocabulary, got 512; lower drafter.candid"),
 ])
 def test_widths_that_do_not_go_together_are_refused(config: Eagle3Config, told: str, tiny_target: Target) -> None:
     with pytest.raises(UserError, match=told):
         Eagle3.create(config, tiny_target)
     with pytest.raises(UserError, match=told):
-        draft_module(Eagle3)(tiny_target, train_config(Eagle3)(drafter=config))
+        draft_module(Eagle3)(tiny_target, train_config(Eagle3)(drafter=config, start="a draft"))
 
 
 @pytest.mark.parametrize(("config", "told"), [
@@ -160,6 +165,8 @@ def test_a_tap_must_be_a_layer(config: Eagle3Config, told: str, tiny_target: Tar
     ({"taps": (2, 1)}, r"taps must be ascending .* got \[2, 1\]"),
     ({"steps": 0}, "steps must be at least 1, got 0"),
     ({"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+    ({"head_rank": 0}, "head_rank must be at least 1, got 0"),
+    ({"candidates": 0}, "candidates must be at least 1, got 0"),
     ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
     ({"output": "own"}, "output must be one of shared, copy, got 'own'"),
 ])
@@ -177,3 +184,103 @@ def test_states_without_taps_and_a_feature_loss_are_refused(tiny_target: Target)
     module.drafter = drafter
     with pytest.raises(UserError, match="estimate none of the target's; set feature_weight to 0"):
         module.loss(features)
+
+
+# The candidate head of EAGLE-4 ----------------------------------------------------------------------------------------
+
+
+def headed(target: Target, start: Eagle3, **settings: Any) -> Eagle3:
+    ids = start.token_ids
+    return Eagle3.create(dataclasses.replace(start.config, **settings), target, ids, start).eval()
+
+
+@pytest.mark.parametrize("settings", [{}, {"output": "shared"}, {"hidden_size": 24}, {"vocabulary_size": len(IDS)}])
+def test_a_candidate_head_is_the_svd_of_the_output_layer_and_learns_alone(
+    settings: dict[str, Any], tiny_target: Target
+) -> None:
+    """Its product is the nearest of its rank; the loss is the cross entropy with the whole layer at every depth."""
+    config = Eagle3Config(steps=3, fc_norm=True, norm_output=True, **settings)
+    start = randomised(Eagle3.create(config, tiny_target, IDS if config.vocabulary_size else None))
+    drafter = headed(tiny_target, start, head_rank=5, candidates=20)
+    whole_QD = start.output_rows().weight_QD if start.lm_head is None else start.lm_head.weight
+    left, sizes, right = torch.linalg.svd(whole_QD.detach().double(), full_matrices=False)
+    assert drafter.head is not None
+    torch.testing.assert_close((drafter.head.up.weight @ drafter.head.down.weight).double(),
+                               (left[:, :5] * sizes[:5]) @ right[:5], atol=1e-4, rtol=1e-4)
+    assert [name for name, one in drafter.named_parameters() if one.requires_grad] == [
+        "head.down.weight", "head.up.weight"]
+    assert all(torch.equal(one, drafter.state_dict()[name]) for name, one in start.state_dict().items())
+    counts = torch.zeros(100).index_fill(0, IDS, 1.0)
+    module = draft_module(Eagle3)(tiny_target, train_config(Eagle3)(drafter=drafter.config, start="a draft"),
+                                  token_counts=counts)
+    module.drafter = drafter.train()
+    features = text(tiny_target, drafter, IDS.tolist())
+    module.loss(features).total.backward()
+    found = {name: one.grad for name, one in drafter.named_parameters() if one.grad is not None}
+    hidden, factors, expected = drafter(features).hidden_BLKD[0], drafter.head.requires_grad_(True), torch.zeros(())
+    for step, weight in enumerate(module.weights(3)):
+        places = features.labels(step + 2)[1][0]
+        product_QD = factors.up.weight @ factors.down.weight
+        logits, full = (hidden[places, step] @ rows_QD.mT for rows_QD in (product_QD, whole_QD))
+        expected = expected + weight * torch.nn.functional.cross_entropy(
+            logits, full.detach().softmax(-1), reduction="sum")
+    wanted = torch.autograd.grad(expected, list(drafter.head.parameters()))
+    assert [*found] == ["head.down.weight", "head.up.weight"]
+    for grad, one in zip(found.values(), wanted, strict=True):
+        torch.testing.assert_close(grad, one, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("settings", [{}, {"vocabulary_size": len(IDS)}])
+def test_the_best_by_the_product_are_scored_by_the_whole_layer(settings: dict[str, Any], tiny_target: Target) -> None:
+    config = Eagle3Config(steps=2, **settings)
+    start = randomised(Eagle3.create(config, tiny_target, IDS if settings else None))
+    states = torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(1))
+    for rank, count in ((4, 6), (32, 6), (4, len(IDS))):
+        drafter = headed(tiny_target, start, head_rank=rank, candidates=count)
+        assert drafter.head is not None
+        ids = torch.arange(100) if start.token_ids is None else start.token_ids
+        with torch.no_grad():
+            scores, whole = drafter.scored(states), start.project(states, 0)
+            entries = (drafter.head.up(drafter.head.down(states)) if rank < 32 else whole).topk(count, -1).indices
+            alone = torch.full_like(whole, -torch.inf).scatter(-1, entries, whole.gather(-1, entries))
+            torch.testing.assert_close(drafter.project(states, 0), alone)
+        assert scores.candidates_BFHQ is not None
+        order = scores.candidates_BFHQ.argsort(-1)
+        expected = ids[entries].sort(-1)
+        assert torch.equal(scores.candidates_BFHQ.gather(-1, order)[:, :, 0], expected.values)
+        torch.testing.assert_close(scores.log_probs_BFHQ.gather(-1, order)[:, :, 0],
+                                   whole.gather(-1, entries).log_softmax(-1).gather(-1, expected.indices))
+
+
+def test_a_head_is_made_carried_on_or_left_out_as_the_recipe_says(tiny_target: Target) -> None:
+    start = made(tiny_target, fc_norm=True)
+    first = randomised(headed(tiny_target, start, head_rank=6, candidates=30))
+    settings = train_config(Eagle3)
+    with pytest.raises(UserError, match=r"drafter.head_rank is 6, which trains the candidate head of a finished .*; "
+                                        r"name its artifact with train.start, or leave head_rank out"):
+        settings(drafter=first.config)
+    for rank in (6, 4, None):
+        given = settings(drafter=Eagle3Config(head_rank=rank, candidates=40), start="an artifact")
+        config = continued_settings(given.drafter, first.config)
+        assert (config.head_rank, config.candidates, config.fc_norm) == (rank, 40, True)  # type: ignore[attr-defined]
+        again = Eagle3.create(config, tiny_target, None, first)
+        mine, theirs = again.state_dict(), first.state_dict()
+        equal = {name for name, one in mine.items() if name in theirs and one.equal(theirs[name])}
+        assert mine.keys() - equal == ({"head.down.weight", "head.up.weight"} if rank == 4 else set())
+        assert (again.head is None) == (rank is None)
+        assert all(one.requires_grad for name, one in again.named_parameters() if rank is None or "head." in name[:5])
+    # Over other tokens its rows are others.
+    config = dataclasses.replace(first.config, vocabulary_size=len(IDS), candidates=9)
+    trimmed = Eagle3.create(config, tiny_target, IDS, first)
+    assert trimmed.head is not None
+    assert trimmed.lm_head is not None
+    expected = torch.linalg.svdvals(trimmed.lm_head.weight)[:6]
+    torch.testing.assert_close(torch.linalg.svdvals(trimmed.head.up.weight @ trimmed.head.down.weight)[:6], expected)
+
+
+def test_an_artifact_from_before_the_head_is_read(tiny_target: Target) -> None:
+    described = Eagle3.create(Eagle3Config(steps=2), tiny_target).describe()
+    older = {name: value for name, value in described.items() if name not in ("head_rank", "candidates")}
+    assert Eagle3.rebuild(older, tiny_target.identity).describe() == described
+    with pytest.raises(UserError, match="is described by"):
+        Eagle3.rebuild({name: value for name, value in older.items() if name != "block"}, tiny_target.identity)
