@@ -28,7 +28,7 @@ RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 TRAINING = sorted(file.stem for file in RECIPES.glob("*.yaml") if "\nfamily:" in file.read_text())
 """Recipes that name their family: those that extend another one by a correction do not."""
 METHODS = sorted(file.stem for file in RECIPES.glob("*.yaml") if "family" in read_recipe(str(file)))  # These and those
-APART = ("tiny", "quickstart", "quickstart_gpu", "mtp", "eagle3_domain")  # Those of them for one target
+APART = ("tiny", "quickstart", "quickstart_gpu", "mtp", "eagle3_domain", "eagle4")  # Those of them for one target
 WHOLE_LAYERS = ("fastdraft", "fastdraft_parallel", "hidden_transfer", "kangaroo", "prompt_tokens")
 """Methods that draft by layers of the target, which may not be recurrent."""
 ELSEWHERE = ["--target.device", "cuda"]  # Words with which a GPU is planned for that is not here
