@@ -1,6 +1,5 @@
 """The commands that make an artifact, run, distill and train: each performs some of the same five stages, in order."""
 
-import copy
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,21 +18,19 @@ from ...data.datamodule import BatchConfig, DraftDataModule, HeldOutRows
 from ...data.state_engines import engine_at, probe
 from ...data.store.feature_store import Encoding, require_room
 from ...data.store.token_store import MANIFEST, coverage
-from ...export import Method, Tuning, evaluate, load_artifact, save_artifact, save_tuning
+from ...export import Method, evaluate, load_artifact, save_artifact, save_tuning
 from ...export.evaluation.contention import busy_warning, use_free_processors
 from ...export.measured_files import chain_measurements, described, save_acceptance
 from ...export.report.evaluation_page import terminal_table, write_report
 from ...export.stored_drafter import CONFIG, HEADS, read_description
-from ...modules import JOINED, STATIC, Features, Topology, UserError, answered_anew, measure_cost
+from ...modules import Features, UserError, answered_anew
 from ...modules.features import ReadRows
 from ...modules.files.folders import sole_writer
 from ...modules.files.json_records import shortened
-from ...modules.interfaces.proposer import JudgesGuesses
 from ...modules.processes import ALONE, Processes, local_rank
 from ...modules.target.loading.loading import device_named
-from ...modules.tuning.acceptance_examples import calibrate_judgement
-from ...modules.tuning.tree_search import held_out_acceptance, ranked_text, search_tree
-from ...modules.tuning.trials import SIZES, SIZING_TEMPERATURE, trials
+from ...modules.tuning.tree_search import held_out_acceptance, ranked_text
+from ...modules.tuning.trials import SIZING_TEMPERATURE
 from ...trainers import DraftModule, FitResult, fit
 from ...trainers.train_config import UNDECISIVE
 from ..chat_settings import HANDWRITTEN, AskedSets, read_sets
@@ -41,6 +38,7 @@ from ..reading.command_line import Command, Parsed
 from ..recipe import Recipe
 from ..stages import training_folder
 from ..stages.answer_workers import answers, help_to_answer, is_shared, leading, on_own_device, require_teacher
+from ..stages.finished_draft import searched, sizes_in_words, tuned
 from ..stages.records import STAGES_FILE, Stage, run_stages
 from ..stages.workspace import Workspace, target_files
 from ..terminal import say, stage_line
@@ -173,53 +171,33 @@ def artifact_stage(workspace: Workspace) -> Sequence[Path]:
             loops["accepted_length"] = found.accepted_length
             say(f"     {len(answers)} held-out answers end in a loop: {found.accepted_length:.2f} tokens per pass "
                 "there")
-        drafter = copy.deepcopy(module.drafter).to(device=target.device, dtype=target.dtype)
-        drafter.bind(target)
-        drafter.eval()
-        # The first, third, ... row chose no checkpoint (`held_out_acceptance`): these report, and the others choose.
-        tables = [ranked_text(drafter, part).ranks_PK for part in (held_out[0::2], held_out[1::2])
-                  if part or not held_out]
-    table_PK = torch.cat(tables)
-    for one in (module.drafter, drafter):
-        one.count_ranks(table_PK)
-    if isinstance(module.drafter, JudgesGuesses) and module.drafter.judges:
-        module.drafter.judge_temperatures_K.copy_(calibrate_judgement(drafter, held_out))
-    topology, expected = search_tree(table_PK, config.searched_nodes)
+    draft = searched(module.drafter, target, held_out, config.searched_nodes)
     with target.reproducible(), torch.no_grad():
         unread = rows.unread()[: (len(held_out) + 1) // 2]
         unread = (encoded(workspace, module, unread) if target is module.target else answered_anew(target, unread))
-        unseen_text = ranked_text(drafter, unread)
-    facts = {**provenance(workspace, result, expected), "loops": loops}
+        unseen_text = ranked_text(draft.drafter, unread)
+    facts = {**provenance(workspace, result, draft.expected), "loops": loops}
     if (ids_Q := module.drafter.token_ids_Q) is not None:
         facts["draft_vocabulary"] = {"tokens": len(ids_Q), "held_out_coverage": coverage(workspace.data, ids_Q)}
     # Saved as trained: what measured above was rounded to the target's number format.
-    save_artifact(workspace.artifact, module.drafter, workspace.target.identity, facts, topology, module.adapter,
+    save_artifact(workspace.artifact, module.drafter, workspace.target.identity, facts, draft.topology, module.adapter,
                   chain_measurements(unseen_text))
     files = [workspace.artifact / name for name in ("config.json", "model.safetensors", "README.md")]
     if target.placement.slow:
-        say(f"     tree of {topology.size} nodes; no size of it is measured here: the target's layers are on disk")
+        say(f"     tree of {draft.topology.size} nodes; no size of it is measured here: the target's layers are on "
+            "disk")
         return files
     # A changed copy of the target was made inside the block: it is measured in the forms that decoding runs.
     target.linears.use(workspace.target.linears.packing)
     # Not before: the tree is repeated to the byte.
     use_free_processors()
-    cost = measure_cost(target, drafter, topology)
     drawn = rows.whole(SIZING_TEMPERATURE)
     # A target that training has changed draws other answers than the stored ones.
     drawn = (encoded(workspace, module, drawn) if target is module.target
              else answered_anew(target, drawn, temperature=SIZING_TEMPERATURE))
-    # Each half is decoded with a tree that was searched on the other; the artifact's own tree was searched on both.
-    trees = [search_tree(part_PK, config.searched_nodes)[0] for part_PK in tables]
-    texts = (list(zip([held_out[1::2] or held_out, unread], trees, strict=False)),
-             [(part, topology) for part in (drawn[1::2] or drawn, drawn[0::2])[: len(drawn)]])
-    sizes = sorted({min(size, topology.size) for size in ([config.used_nodes] if config.used_nodes else SIZES)})
-    with target.reproducible():
-        tried = [trials(drafter, target, halves, cost, sizes, workspace.recipe.evaluate.max_new_tokens)
-                 for halves in texts]
-    # Outside, where the target has the forms in which the seconds were measured.
-    tuning = Tuning.of(target, cost, *tried, used_nodes=config.used_nodes)
+    tuning = tuned(draft, target, held_out, unread, drawn, config, workspace.recipe.evaluate.max_new_tokens)
     save_tuning(workspace.artifact, tuning)
-    for sentence in sizes_in_words(tuning, topology):
+    for sentence in sizes_in_words(tuning, draft.topology):
         say(f"     {sentence}")
     return [*files, workspace.artifact / "tuning.json"]
 
@@ -233,26 +211,6 @@ def encoded(workspace: Workspace, module: DraftModule, rows: ReadRows) -> ReadRo
         return moved if moved.final_BLD is not None else target.encode(moved, taps)
 
     return rows.mapped(read)
-
-
-def sizes_in_words(tuning: Tuning, topology: Topology) -> Iterator[str]:
-    """Sentences on what one row drafts on this machine, greedy and sampled."""
-    used = [one for temperature in (0.0, SIZING_TEMPERATURE) for kind in (STATIC, JOINED)
-            if (one := tuning.best(kind, 1, temperature)) is not None]
-    answers = "that did not choose it" if all(one.reported for one in used) else "of which too few did not choose it"
-    yield f"tree of {topology.size} nodes; of it is used on this machine, by held-out answers {answers}:"
-    for temperature in (0.0, SIZING_TEMPERATURE):
-        fastest, said = tuning.fastest(1, temperature), list[str]()
-        for kind in sorted((STATIC, JOINED), key=lambda one: one != fastest):
-            best, told = tuning.best(kind, 1, temperature), tuning.prediction(kind, 1, temperature)
-            if best is not None and told is not None:
-                said.append(f"{best.policy}, {told.accepted_length:.2f} tokens per pass and {told.speedup:.2f} times "
-                            "the speed without drafts predicted")
-        yield (f"at temperature {temperature:g} " if temperature else "greedy ") + (
-            " (next: ".join(said) + ")" * (len(said) > 1) or "none, drafting does not pay")
-    if tuning.cost.contended:
-        yield ("the machine was busy with other programs while these passes were timed, so the size may not be the "
-               "fastest and nothing is switched off by it; delete tuning.json and repeat the run on a quiet machine")
 
 
 def provenance(workspace: Workspace, result: FitResult, expected: tuple[float, ...]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from draftsmith.modules.target.devices import compiled_layers
 from draftsmith.modules.target.linear_forms import can_pack
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands import artifact_commands, compare_families, pipeline
+from draftsmith.recipes.stages import finished_draft
 from draftsmith.recipes.stages.workspace import Workspace
 from draftsmith.trainers import loggers
 from safetensors.torch import load_file
@@ -63,7 +64,7 @@ def run(out: Path, *words: str, command: str = "run") -> None:
 def test_the_sentence_names_what_is_drafted_with() -> None:
     """Answers that chose it and the others differ: the sentence counts the others."""
     found = tuning(trial("static-4", 1.6, reported=1.9), trial("static-2+lookup-7", 2.9, 4.0, reported=1.1))
-    said = " ".join(pipeline.sizes_in_words(found, Topology.chain(7)))
+    said = " ".join(finished_draft.sizes_in_words(found, Topology.chain(7)))
     assert found.fastest() == JOINED
     both, alone = found.prediction(JOINED), found.prediction(STATIC)
     assert both is not None
@@ -71,12 +72,12 @@ def test_the_sentence_names_what_is_drafted_with() -> None:
     assert (f"greedy static-2+lookup-7, 1.10 tokens per pass and {both.speedup:.2f} times the speed without drafts "
             f"predicted (next: static-4, 1.90 tokens per pass and {alone.speedup:.2f} times") in said
     assert "by held-out answers that did not choose it:" in said
-    few = " ".join(pipeline.sizes_in_words(tuning(trial("static-4", 1.6)), Topology.chain(7)))
+    few = " ".join(finished_draft.sizes_in_words(tuning(trial("static-4", 1.6)), Topology.chain(7)))
     assert "by held-out answers of which too few did not choose it:" in few
     assert "at temperature 1 none, drafting does not pay" in said
     assert "the machine was busy" not in said
     busy = replace(found, cost=replace(found.cost, excess=0.5))
-    assert "nothing is switched off by it" in " ".join(pipeline.sizes_in_words(busy, Topology.chain(7)))
+    assert "nothing is switched off by it" in " ".join(finished_draft.sizes_in_words(busy, Topology.chain(7)))
 
 
 def test_a_run_leaves_an_artifact_and_a_report(tiny_run: Path) -> None:
@@ -430,8 +431,8 @@ def test_loops_are_left_out_by_default_and_reported(tiny_run: Path, tmp_path: Pa
     for module in ("data.store.token_store", "data.datamodule", "recipes.stages.training_folder"):
         monkeypatch.setattr(f"draftsmith.{module}.repetitions", last_five)
     learned: list[int] = []
-    original = pipeline.ranked_text
-    monkeypatch.setattr(pipeline, "ranked_text", lambda drafter, rows: (
+    original = finished_draft.ranked_text
+    monkeypatch.setattr(finished_draft, "ranked_text", lambda drafter, rows: (
         learned.append(sum(int(row.supervised_BL.sum()) for row in rows)), original(drafter, rows))[1])
     words = ["--config", "tiny", "--data", str(tiny_run / "data"), "--out", str(tmp_path), "--train.max_steps", "2"]
     assert main(["run", *words, "--evaluate.limit", "1"]) == 0
