@@ -53,6 +53,9 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
     if found := provenance.get("draft_vocabulary"):
         rows.append(f"| draft vocabulary | {found['tokens']:,} tokens, {found['held_out_coverage']:.1%} of those in "
                     "held-out answers |")
+    if found := provenance.get("trimmed"):
+        rows.append(f"| trimmed from | the drafter with weights `{found['weights_sha256']}`, {found['entries']:,} "
+                    "entries, without training |")
     if found := provenance.get("imported"):
         files = ", ".join(f"{name} `{digest}`" for name, digest in found["files"].items())
         rows.append(f"| imported | format {found['format']}, folder {found['folder']}: {files} |")

@@ -22,6 +22,7 @@ COMMANDS = {
     "train": ("pipeline", "token shards -> trained drafter and its draft tree: an artifact"),
     "families": ("compare_families", "several families under equal conditions -> one table"),
     "specdec": ("acceptance_head", "artifact and data -> acceptance heads, by which its drafts end: policy specdec"),
+    "trim": ("trim", "artifact and data -> the draft with fewer entries, the target's commonest tokens, untrained"),
     "plan": ("memory_plan", "recipe -> its parameters and memory, without running anything"),
     "evaluate": ("artifact_commands", "artifact and prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML"),
     "choose": ("choose", "target and device -> the draft that pays there, or none, with a table"),

@@ -178,6 +178,19 @@ def training_losses(curve: Sequence[MeasuredStep]) -> Plot:
                  right={"ylabel": "first guesses that are right, %", "ylim": (0, 1.1 * highest)})
 
 
+def trimmed_lengths(sizes: Sequence[tuple[int, float, float]]) -> Plot:
+    """Tokens per pass and coverage by the entries of a draft vocabulary."""
+    top = max(length for _, length, _ in sizes)
+    return lines("trimmed", [
+        Line(points=[(entries, length) for entries, length, _ in sizes], color=DRAFTED, label="tokens per pass"),
+        Line(points=[(entries, 100 * covered) for entries, _, covered in sizes], color=MUTED, style="o--", size=3,
+             label="coverage (right)", right=True),
+    ], xlabel="entries of the draft vocabulary", ylabel="tokens per pass", xscale="log",
+        ylim=(1.0, 1.0 + 1.1 * (top - 1.0)), xticks=[entries for entries, *_ in sizes],
+        xticklabels=[f"{entries:,}" for entries, *_ in sizes],
+        right={"ylabel": "tokens of held-out answers, %", "ylim": (0, 105)})
+
+
 def standings(rows: Mapping[str, tuple[float, float | None]]) -> Plot:
     """Tokens per pass of each draft as a bar and its speed-up as a dot on the same axis; 1 is the target alone."""
     return bars("standings", {name: {"tokens per pass": (length, None)} for name, (length, _) in rows.items()}, "",

@@ -41,14 +41,15 @@ from . import (
     exchange,
     memory_plan,
     pipeline,
+    trim,
 )
 
 HEADING = """# Keys of recipes and commands
 
 Written by `python -m draftsmith.recipes.commands.written_pages`. How to use them: [the guide](README.md).
 `draftsmith run --help` shows those that most runs set, each with an example."""
-FILES = (pipeline, compare_families, acceptance_head, memory_plan, artifact_commands, choose, doctor, exchange,
-         answer_commands)
+FILES = (pipeline, compare_families, acceptance_head, trim, memory_plan, artifact_commands, choose, doctor,
+         exchange, answer_commands)
 MARKERS = ("<!-- families -->", "<!-- /families -->")  # Lines of the README before and after the table
 
 
