@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .families.kangaroo.drafter import Kangaroo, KangarooConfig
     from .families.medusa.drafter import Medusa, MedusaConfig
     from .families.mtp.drafter import Mtp, MtpConfig
+    from .families.p_eagle.drafter import PEagle, PEagleConfig
     from .families.prompt_tokens.drafter import PromptTokens, PromptTokensConfig
     from .families.registry import DRAFTERS
     from .features import Features
@@ -76,8 +77,8 @@ __all__ = [
     "Eagle3Config", "EagleConfig", "Ensemble", "Equality", "Examples", "Falcon", "FalconConfig", "Features",
     "Frontier", "Generation", "HiddenTransfer", "HiddenTransferConfig", "Hydra", "HydraConfig", "Kangaroo",
     "KangarooConfig", "LayerDraft", "Loop", "MaxProbability", "MeasuredStep", "Medusa", "MedusaConfig", "Mtp",
-    "MtpConfig", "Ngrams", "Observation", "PassOutput", "PathProbability", "Policy", "PromptLookup",
-    "PromptTokens", "PromptTokensConfig", "Proposer", "RankedText", "Rejection",
+    "MtpConfig", "Ngrams", "Observation", "PEagle", "PEagleConfig", "PassOutput", "PathProbability", "Policy",
+    "PromptLookup", "PromptTokens", "PromptTokensConfig", "Proposer", "RankedText", "Rejection",
     "RejectionRisk", "Replay", "Request", "Rule", "SampledChain", "SampledTree", "Sampling",
     "SamplingSetting", "Scores", "StaticTree", "StoppedChain", "StoppingRule", "Target", "TargetConfig",
     "TargetIdentity", "TargetRows", "TokenRecycling", "TokenText", "TokenTree", "Topology", "TreeError", "Trial",

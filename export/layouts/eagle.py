@@ -2,9 +2,9 @@
 
 EAGLE-1: `fc`, `layers.0` without a norm before its attention, `embed_tokens`. EAGLE-3: `fc`, `midlayer`, `norm`,
 `lm_head` over the draft vocabulary, whose entry i is token i + d2t[i], and `t2d`, which marks those tokens;
-EAGLE-3.1 adds `fc_norm.{i}`, a norm for each tapped state, the speculators library `input_norm`, one over all. At
-position p all predict token p + 2. EAGLE-4 has a layout of its own, whose readers refuse what they do not know: the
-tensors of EAGLE-3.1 over the whole vocabulary, and its candidate head.
+EAGLE-3.1 adds `fc_norm.{i}`, a norm for each tapped state, the speculators library `input_norm`, one over all, P-EAGLE
+`mask_hidden`, the masks' state before `fc`. At position p all predict token p + 2. EAGLE-4 has a layout of its own,
+whose readers refuse what they do not know: the tensors of EAGLE-3.1 over the whole vocabulary, and its candidate head.
 
 EAGLE-3 stores no embedding, as its official checkpoints: readers take the target's. EAGLE-1 does, since its official
 code asks for it. A drafter of another width than the target's has the key `target_hidden_size` and an `embed_tokens` of
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...modules import Eagle, Eagle3, Eagle3Config, EagleConfig, Target, UserError
+from ...modules import Eagle, Eagle3, Eagle3Config, EagleConfig, PEagle, PEagleConfig, Target, UserError
 from ...modules.families.eagle3 import layout as third
-from ...modules.families.eagle3.layout import LAYERS, NORM, NORMS, TWIN
+from ...modules.families.eagle3.layout import LAYERS, MASK_STATE, MASK_TOKENS, NORM, NORMS, STEPS, TWIN
 from ...modules.interfaces.layout import here, there
 from ...modules.parts.decoder_block import OFFICIAL_ROPE_BASE
 from ...modules.parts.feature_drafter import chosen_taps
@@ -50,8 +50,8 @@ def export_eagle(drafter: Eagle | Eagle3, target: Target, folder: Path, settings
     table = write_layout(folder, WHOLE, compressed(tensors, linear, weights),
                          eagle_config(drafter, target) | compressed_config(weights, linear))
     outputs, drafts = list(drafter.taps), settings.drafts
-    return Contents(title=f"EAGLE-{3 if isinstance(drafter, Eagle3) else 1} drafter", table=table, note=(
-        "" if isinstance(drafter, Eagle) or len(outputs) == 1 else
+    return Contents(title=f"{drafter.card.name.split(',')[0]} drafter", table=table, note=(
+        "" if "TensorRT-LLM" in _passed_over(drafter) else
         "TensorRT-LLM (PyTorch backend) takes its settings from a file: `speculative_config: {decoding_type: Eagle3, "
         f"{drafts.tensorrt(drafts.chain(drafter))}, speculative_model: FOLDER, eagle3_layers_to_capture: {outputs}}}`, "
         "where FOLDER is this folder."))
@@ -84,6 +84,8 @@ def third_tensors(drafter: Eagle3, target: Target) -> dict[str, Tensor]:
     tensors = {name: tensor for name, tensor in drafter.state_dict().items() if not name.startswith("head.")}
     own, weight_VD = drafter.lm_head, target.output_weight()
     ids_Q, marks = tensors.pop("token_ids", None), dict[str, Tensor]()
+    if isinstance(drafter, PEagle):
+        tensors[MASK_STATE] = drafter.mask_hidden[None, None]
     tensors[OUTPUT] = own.weight if own is not None else weight_VD if ids_Q is None else weight_VD[ids_Q]
     if ids_Q is not None:
         marks = state_drafters.vocabulary_marks(ids_Q, target)
@@ -115,15 +117,21 @@ def read_eagle(given: Checkpoint, target: Target, settings: ImportSettings) -> t
         reduced = state_drafters.take_vocabulary(tensors, target, folder)
         taps = chosen_taps(_taps(given, target) if settings.taps is None else settings.taps, target)
         state_drafters.check_joined(tensors, taps, target, folder)
-        norms: dict[str, Any] = {name: bool(said.get(name)) for name in NORMS}
         normed = "midlayer.self_attn.q_norm.weight" in tensors
         block, window = replace(block, qk_norm=normed), state_drafters.window_in(given)
         # Steps are of training, and a window must hold them.
-        config = Eagle3Config(taps=taps, **norms, num_layers=depth, hidden_size=said["hidden_size"],
-                              vocabulary_size=reduced, qk_norm=normed, window=window,
-                              steps=min(Eagle3Config.steps, window or Eagle3Config.steps),
-                              output="shared" if reduced is None and OUTPUT not in tensors else "copy")
-        return Eagle3(config, target, block), tensors
+        settings_of: dict[str, Any] = {
+            "taps": taps, **{name: bool(said.get(name)) for name in NORMS}, "num_layers": depth,
+            "hidden_size": said["hidden_size"], "vocabulary_size": reduced, "qk_norm": normed, "window": window,
+            "steps": min(Eagle3Config.steps, window or Eagle3Config.steps),
+            "output": "shared" if reduced is None and OUTPUT not in tensors else "copy"}
+        if MASK_STATE not in tensors:
+            return Eagle3(Eagle3Config(**settings_of), target, block), tensors
+        # Engines pass over this norm, which nothing reads in a draft of one pass.
+        settings_of |= {"norm_output": False, "steps": said.get(STEPS) or PEagleConfig.steps,
+                        "mask_token_id": next((said[key] for key in MASK_TOKENS if said.get(key) is not None), None)}
+        tensors[MASK_STATE] = tensors[MASK_STATE].flatten()
+        return PEagle(PEagleConfig(**settings_of), target, block), tensors
     if depth != 1:
         raise UserError(f"{given.config} says num_hidden_layers: {depth}; EAGLE-1 has 1, choose such a checkpoint")
     if block.hidden_size != target.hidden_size:
@@ -235,7 +243,9 @@ def _rope_base(given: Checkpoint, rope_base: float | None) -> float | None:
 
 def _passed_over(drafter: Eagle | Eagle3) -> list[str]:
     """Engines that know EAGLE-1 in another layout alone, pass over `fc` where one layer is read, or have no norms of
-    queries and keys, or no window. That of SGLang is an option of its server."""
+    queries and keys, no window, or no P-EAGLE. The window of SGLang is an option of its server."""
+    if isinstance(drafter, PEagle):
+        return ["the official code", "SGLang", "TensorRT-LLM"]
     others, normed = isinstance(drafter, Eagle) or len(drafter.taps) == 1, drafter.block.qk_norm
     unable = {"SGLang": others or normed, "TensorRT-LLM": others or normed or drafter.window is not None,
               "the official code": normed or drafter.window is not None}
@@ -247,6 +257,8 @@ def _lost(drafter: Eagle | Eagle3) -> str:
     if isinstance(drafter, Eagle):
         return ("vLLM drops `fc.bias`, which this drafter was trained with, and then accepts hardly a draft; train "
                 "with `bias: false` for it.") if drafter.config.bias else ""
+    if isinstance(drafter, PEagle):
+        return ""
     if drafter.block.qk_norm:
         return ("vLLM alone knows `qk_norm`: SGLang, TensorRT-LLM and the official code pass over these norms and then "
                 "accept hardly a draft; train with `qk_norm: false` for them.")
@@ -260,10 +272,12 @@ def _lost(drafter: Eagle | Eagle3) -> str:
 EAGLE = ExportFormat[Eagle | Eagle3](
     name="eagle", content="EAGLE drafters",
     readers={"the official code": "", "vLLM": "", "SGLang": "", "TensorRT-LLM": ""}, passed_over=_passed_over,
-    families=(Eagle, Eagle3), refusal=refusal, write=export_eagle, read=read_eagle, opens=OPENS, known=third.FIXED,
+    families=(Eagle, Eagle3, PEagle), refusal=refusal, write=export_eagle, read=read_eagle, opens=OPENS,
+    known=third.FIXED,
     weights=COMPRESSED,
-    # vLLM calls both families as this project does.
-    as_read=as_compressed, vllm=lambda drafter: Served(method={"method": drafter.family}, loader={}),
+    # For vLLM P-EAGLE is EAGLE-3 that drafts in one pass.
+    as_read=as_compressed, vllm=lambda drafter: Served(loader={}, method={
+        "method": "eagle3", "parallel_drafting": True} if isinstance(drafter, PEagle) else {"method": drafter.family}),
     others=lambda drafter, places: {} if "SGLang" in _passed_over(drafter) else {
         # SGLang counts the tokens before one, and takes them from its command line alone.
         "SGLang": sglang_command("EAGLE3", places, **places.drafts.sglang(3, 1, 4), **(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...modules import BlockDraft, DraftLM, Eagle3, Target, UserError
+from ...modules import BlockDraft, DraftLM, Eagle3, PEagle, Target, UserError
 from ...modules.families.block import layout as blocks
 from ...modules.families.block.corrections import Selector
 from ...modules.families.draft_lm.drafter import as_model
@@ -76,7 +76,8 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
             f"llama.cpp runs drafters of blocks with one of the corrections {', '.join(able)}, rotated by one of "
             f"{', '.join(gguf_file.BY_KEYS)}, this drafter has {found}; train another")
     config = drafter.config
-    wrong = {f"{drafter.num_layers} layers": drafter.num_layers != 1,
+    wrong = {"all guesses in one pass": isinstance(drafter, PEagle),
+             f"{drafter.num_layers} layers": drafter.num_layers != 1,
              f"{len(drafter.taps)} tapped layers": len(drafter.taps) != _TARGET_LAYERS,
              "fc_norm": config.fc_norm, "norm_output": config.norm_output, "qk_norm": drafter.block.qk_norm,
              f"window {drafter.window}": drafter.window is not None}

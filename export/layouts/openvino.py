@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from ...modules import BlockDraft, DraftLM, Eagle3, Target, UserError
+from ...modules import BlockDraft, DraftLM, Eagle3, PEagle, Target, UserError
 from ...modules.families.block.layout import KINDS
 from ..engine_process import run_job
 from . import dflash
@@ -87,7 +87,8 @@ def _refusal(drafter: DraftLM | Eagle3 | BlockDraft, target: Target) -> str:
             "OpenVINO GenAI runs DFlash alone, with slots that see their whole block, aligned: same, no window and no "
             f"correction, this drafter has {found}; train another")
     config, width = drafter.config, drafter.block.hidden_size
-    wrong = {f"{drafter.num_layers} layers": drafter.num_layers != 1,
+    wrong = {"all guesses in one pass": isinstance(drafter, PEagle),
+             f"{drafter.num_layers} layers": drafter.num_layers != 1,
              f"{len(drafter.taps)} tapped layers": len(drafter.taps) != _TARGET_LAYERS,
              f"the width {width} for states {drafter.hidden_size} wide": width != drafter.hidden_size,
              "fc_norm": config.fc_norm, "norm_before_fc": config.norm_before_fc, "norm_output": config.norm_output,

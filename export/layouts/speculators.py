@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ...modules import BlockDraft, Eagle3, Target
+from ...modules import BlockDraft, Eagle3, PEagle, Target
 from ...modules.families.block import layout as block
-from ...modules.families.eagle3.layout import LAYERS, NORMS, TWIN
+from ...modules.families.eagle3.layout import LAYERS, MASK_TOKENS, NORMS, STEPS, TWIN
 from ...modules.interfaces.layout import there
 from . import dflash, eagle
 from .eagle import EAGLE, OPENS, borrows_output, read_eagle, third_tensors
@@ -42,7 +42,7 @@ def export_speculators(drafter: Eagle3 | BlockDraft, target: Target, folder: Pat
     linear = linear_names(tensors, drafter)
     table = write_layout(folder, WHOLE, compressed(tensors, linear, weights),
                          _config(drafter, target) | compressed_config(weights, linear))
-    return Contents(title="EAGLE-3 drafter", table=table)
+    return Contents(title=f"{drafter.card.name.split(',')[0]} drafter", table=table)
 
 
 def _config(drafter: Eagle3 | BlockDraft, target: Target) -> dict[str, Any]:
@@ -61,6 +61,11 @@ def _config(drafter: Eagle3 | BlockDraft, target: Target) -> dict[str, Any]:
                "embed_requires_grad": drafter.embed_tokens is not None}
         # vLLM reads the number of tapped layers from the inner configuration.
         further = {"num_aux_hidden_states": len(drafter.taps)}
+        if isinstance(drafter, PEagle):
+            model, name, tokens = "PEagleDraftModel", "peagle", drafter.config.steps
+            own |= {MASK_TOKENS[0]: drafter.config.mask_token_id, STEPS: tokens}
+            # Of its norms vLLM takes this one from the inner configuration alone.
+            further |= {"fc_norm": drafter.config.fc_norm}
     rope = {"rope_type": "default", **(drafter.block.rope_scaling or {}), "rope_theta": drafter.block.rope_base}
     # The section with the target has the number of tokens that vLLM drafts where it is not given one.
     return {
@@ -93,9 +98,10 @@ def read_speculators(given: Checkpoint, target: Target, settings: ImportSettings
 
 SPECULATORS = replace(
     cast(ExportFormat[Any], EAGLE), name="speculators", content="EAGLE-3 drafters and drafters of blocks",
-    families=(Eagle3, BlockDraft), readers={"vLLM": " as a model of its own", "the speculators library": ""},
+    families=(Eagle3, PEagle, BlockDraft), readers={"vLLM": " as a model of its own", "the speculators library": ""},
     write=export_speculators, read=read_speculators, opens=(*OPENS, "aligned", "causal"),
-    known={"is_causal": (None, False, True), "speculators_model_type": (None, "eagle3", "dflash", "dspark", "dflash2")},
+    known={"is_causal": (None, False, True),
+           "speculators_model_type": (None, "eagle3", "peagle", "dflash", "dspark", "dflash2")},
     # The library loads drafters of the target's width alone.
     passed_over=lambda drafter: ["the speculators library"] * (drafter.block.hidden_size != drafter.hidden_size),
     others=lambda drafter, places: {}, refusal=_refusal, lost=lambda drafter: "",

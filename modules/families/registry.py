@@ -4,8 +4,8 @@ from importlib import import_module
 
 from ..interfaces.drafter import Drafter
 
-FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "block", "falcon", "kangaroo", "prompt_tokens", "hidden_transfer",
-            "draft_lm", "mtp")
+FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "p_eagle", "block", "falcon", "kangaroo", "prompt_tokens",
+            "hidden_transfer", "draft_lm", "mtp")
 """Their names; a new one is one more here."""
 
 

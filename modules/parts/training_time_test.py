@@ -16,14 +16,18 @@ blocks before it and the text up to the start of the draft.
 A drafter of blocks over the target's states (DFlash, arXiv:2602.06036) has keys of the text that are no layer's output:
 the S slots of a block see those up to the position p after which the block starts, and each other.
 
+Masks after some positions of a text (P-EAGLE, arXiv:2602.01469) are read in one pass with it: the d-th mask of p stands
+for step d, and fewer positions have it than have the one before.
+
 With a window a draft step sees as many keys of the text fewer as it is places ahead of p: its own draft is nearer.
 
 Shapes: B rows, L positions, A of them after which blocks start, K positions of a block, S slots of one, H query heads,
 G key-value heads, R query heads of one, E head dimension, J steps, X head dimension with room for the diagonal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -129,15 +133,10 @@ class SlotAttention(AttentionContext):
     def after(cls, text: AttentionContext, features: Features, indices_BA: Tensor | None, slots: int, *, causal: bool
               ) -> "SlotAttention":
         """The context of blocks whose first slot is one position after each index in a row; None for all indices."""
-        positions_BA, visible = text.positions_BN, text.visible_BNW
-        if indices_BA is not None:
-            order_L = torch.arange(positions_BA.shape[1], device=indices_BA.device)
-            positions_BA = positions_BA.gather(1, indices_BA)
-            own_BA1 = features.segments_BL.gather(1, indices_BA)[..., None]
-            visible = (features.segments_BL[:, None] == own_BA1) & (order_L <= indices_BA[..., None])
-        positions_BN = torch.cat([positions_BA + 1 + slot for slot in range(slots)], dim=1)
-        return cls(positions_BN=positions_BN, visible_BNW=visible, window=text.window, slots=slots, causal=causal,
-                   text={})
+        found = text if indices_BA is None else _at(text, features, indices_BA)
+        positions_BN = torch.cat([found.positions_BN + 1 + slot for slot in range(slots)], dim=1)
+        return cls(positions_BN=positions_BN, visible_BNW=found.visible_BNW, window=text.window, slots=slots,
+                   causal=causal, text={})
 
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output over the text and the slots of the heads' own block, [B, H, S * A, E]."""
@@ -149,6 +148,47 @@ class SlotAttention(AttentionContext):
                         _sight(self, 1 + slot, key_BGNE, self.sights))
                 for slot, query_BHAE in enumerate(query_BHNE.chunk(self.slots, dim=2))]
         return torch.cat(read, dim=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskAttention(AttentionContext):
+    """Attention context of a text and, after it, of masks, depth by depth: those of one depth belong to the first of
+    the positions of the depth before. Memory grows with the masks, but for the mask of what their positions see."""
+
+    text: AttentionContext  # The context of the text alone
+    anchors: AttentionContext  # That of the positions that have masks, A of them
+    counts: Sequence[int]  # Masks of each depth, falling
+    sights: dict[int, Sight]  # What these positions see of the text by the places that a mask is ahead, see `_sight`
+
+    @classmethod
+    def after(cls, text: AttentionContext, features: Features, order_BL: Tensor, counts: Sequence[int]
+              ) -> "MaskAttention":
+        """The context of rows and of the masks of so many of their positions, in this order."""
+        anchors = _at(text, features, order_BL[:, : max(counts, default=0)])
+        positions = [anchors.positions_BN[:, :size] + depth for depth, size in enumerate(counts, 1)]
+        return cls(positions_BN=torch.cat([text.positions_BN, *positions], dim=1), visible_BNW=text.visible_BNW,
+                   text=text, anchors=anchors, counts=counts, sights={})
+
+    def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
+        """Attention output of the text over itself, and of each mask over the text and its own position's masks."""
+        sizes = [query_BHNE.shape[2] - sum(self.counts), *self.counts]
+        queries, keys, values = (states.split(sizes, dim=2) for states in (query_BHNE, key_BGNE, value_BGNE))
+        read, past = [self.text.attend(layer, queries[0], keys[0], values[0])], _with_room(keys[0], values[0])
+        for depth, size in enumerate(self.counts, 1):
+            pairs = zip(keys[1 : depth + 1], values[1 : depth + 1], strict=True)
+            own = [(key[:, :, :size], value[:, :, :size]) for key, value in pairs]
+            visible = cast(Tensor, _sight(self.anchors, depth, key_BGNE, self.sights))[:, :, :size]
+            read.append(_joined(queries[depth], _Keys(past, own), visible))
+        return torch.cat(read, dim=2)
+
+
+def _at(text: AttentionContext, features: Features, indices_BA: Tensor) -> AttentionContext:
+    """The context of these positions of a text alone."""
+    order_L = torch.arange(features.segments_BL.shape[1], device=indices_BA.device)
+    own_BA1 = features.segments_BL.gather(1, indices_BA)[..., None]
+    seen_BAL = (features.segments_BL[:, None] == own_BA1) & (order_L <= indices_BA[..., None])
+    return AttentionContext(positions_BN=text.positions_BN.gather(1, indices_BA), visible_BNW=seen_BAL,
+                            window=text.window)
 
 
 def _needs_no_room(visible: Sight, query_BHLE: Tensor) -> bool:

@@ -25,6 +25,8 @@ from draftsmith.modules import (
     Eagle3Config,
     EagleConfig,
     Features,
+    PEagle,
+    PEagleConfig,
     Target,
     Topology,
 )
@@ -240,6 +242,8 @@ MAKERS: dict[str, Maker] = {
     "eagle3, narrow": third(hidden_size=64),
     "eagle3, window": third(num_layers=2, window=8),
     "eagle3, norms of heads": third(qk_norm=True, window=8),
+    "p_eagle": maker(PEagle, PEagleConfig(taps=(1, 2, 4), steps=STEPS, num_layers=2, vocabulary_size=ENTRIES,
+                                          fc_norm=True, mask_token_id=MASK)),
     "medusa": maker(Medusa, MedusaConfig(num_heads=STEPS, num_layers=2, output="one_copy", vocabulary_size=ENTRIES)),
 }
 """Drafters by name: the family, and what is special about it."""

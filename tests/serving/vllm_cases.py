@@ -51,6 +51,13 @@ def rolled(folder: Path) -> None:
     save_file({name: tensor.roll(1, 0) if name.endswith("_scale") else tensor for name, tensor in held.items()}, path)
 
 
+def unlearned(folder: Path) -> None:
+    """Give the masks another state than the learned one."""
+    path = folder / "model.safetensors"
+    held = load_file(path)
+    save_file({**held, "mask_hidden": -held["mask_hidden"]}, path)
+
+
 ROUNDED = 0.95  # Share of drafted tokens that must be accepted where the weights have fewer bits
 SHIFTED = "layers shifted by one"
 DRAFT, FIRST, THIRD = (("method", "draft_model"),), (("method", "eagle"),), (("method", "eagle3"),)
@@ -91,6 +98,9 @@ VLLM_CASES = (
     Case(name="eagle3.1", layout="speculators"),
     Case(name="eagle3, two layers", layout="speculators"),
     Case(name="eagle3, other norms", layout="speculators", asked=(*THIRD, *FEWER), fewer=True),
+    Case(name="p_eagle", layout="eagle", asked=(*THIRD, ("parallel_drafting", True))),
+    Case(name="p_eagle", layout="speculators"),
+    Case(name="p_eagle", layout="speculators", wrong="another state of the masks", change=unlearned),
     Case(name="block, DFlash", layout="dflash", asked=FLASH),
     Case(name="block, DFlash, reduced", layout="speculators"),
     Case(name="block, JetSpec", layout="dflash", asked=FLASH),

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....modules import BlockDraft, Eagle, Eagle3, Target, UserError
-from ....modules.families.eagle3.layout import NORMS
+from ....modules import BlockDraft, Eagle, Eagle3, PEagle, Target, UserError
+from ....modules.families.eagle3.layout import MASK_TOKENS, NORMS, STEPS
 from ....modules.parts.attention import SCALINGS, carried_scaling, frequencies
 from ....modules.parts.decoder_block import OFFICIAL_ROPE_BASE, BlockConfig
 from .checkpoint import Checkpoint
@@ -65,6 +65,8 @@ def eagle_config(drafter: Eagle | Eagle3, target: Target) -> dict[str, Any]:
     # TensorRT-LLM looks for this norm in eagle_config alone.
     inside = {LAYER_IDS: list(drafter.taps), "use_aux_hidden_state": True,
               "norm_before_fc": drafter.config.norm_before_fc}
+    if isinstance(drafter, PEagle):
+        said |= {MASK_TOKENS[0]: drafter.config.mask_token_id, STEPS: drafter.config.steps}
     # The only engine with norms of queries and keys is vLLM, under its own name of the model.
     kind = "Eagle3Qwen3ForCausalLM" if drafter.block.qk_norm else "LlamaForCausalLMEagle3"
     return {**said, "architectures": [kind], "draft_vocab_size": entries(drafter),

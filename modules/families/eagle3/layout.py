@@ -18,11 +18,13 @@ GGUF: Pairs = (("fc.weight", "fc.weight"), ("d2t", "d2t"), ("enc.output_norm.wei
 FACTORS: Pairs = (("efficient_lm_head_down_proj.weight", "head.down.weight"),
                   ("efficient_lm_head.weight", "head.up.weight"))
 """The candidate head of EAGLE-4."""
+MASK_STATE, MASK_TOKENS, STEPS = "mask_hidden", ("mask_token_id", "pard_token", "ptd_token_id"), "draftsmith_depths"
+"""P-EAGLE: the tensor of the masks' state, keys of their token, all of which vLLM knows, and the key of its guesses."""
 NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 """Settings of its norms, under the names that vLLM, SGLang and the speculators library read."""
 FIXED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",), "attention_bias": (None, False), "mlp_bias": (None, False),
-    "speculators_model_type": (None, "eagle3"), "dflash_config": (None,), "dspark_config": (None,),
+    "speculators_model_type": (None, "eagle3", "peagle"), "dflash_config": (None,), "dspark_config": (None,),
 }
 """Settings that are fixed in this implementation, with the values that a configuration may give them."""
 HEAD, KINDS = "efficient_lm_head_config", ("low_rank", "weighted_low_rank")

@@ -25,6 +25,8 @@ from draftsmith.modules import (
     KangarooConfig,
     Medusa,
     MedusaConfig,
+    PEagle,
+    PEagleConfig,
     Target,
     UserError,
 )
@@ -213,6 +215,8 @@ MADE = {
     "eagle3-qk-norm": lambda target: Eagle3.create(Eagle3Config(num_layers=2, window=7, qk_norm=True), target),
     "eagle3-wide": lambda target: Eagle3.create(Eagle3Config(hidden_size=48, fc_norm=True), target),
     "eagle3-reduced": lambda target: Eagle3.create(Eagle3Config(taps=(1,), vocabulary_size=len(IDS)), target, IDS),
+    "eagle3-parallel": lambda target: PEagle.create(
+        PEagleConfig(steps=3, num_layers=2, fc_norm=True, vocabulary_size=len(IDS), mask_token_id=5), target, IDS),
     "eagle3-shared": lambda target: Eagle3.create(
         Eagle3Config(taps=(0,), vocabulary_size=len(IDS), output="shared"), target, IDS),
     "eagle3-borrowed": lambda target: Eagle3.create(Eagle3Config(taps=(0,), output="shared"), target),
@@ -226,6 +230,10 @@ def test_export_and_import_draft_the_same(tmp_path: Path, tiny_target: Target, n
     back = import_drafter(layout, exported(drafter, tiny_target, tmp_path / "out", layout), tiny_target)
     assert (type(back), back.block, back.taps, back.window) == (
         type(drafter), drafter.block, drafter.taps, drafter.window)
+    if name == "eagle3-parallel":
+        assert back.describe() == {**drafter.describe(), "hidden_size": 32}
+        with pytest.raises(UserError, match="all guesses in one pass"):
+            exported(drafter, tiny_target, tmp_path / "gguf", "gguf")
     features = tiny_target.encode(Features.from_rows([([9, 8, 7, 30, 31, 32], [True] * 6)]), drafter.taps)
     with torch.no_grad():
         ours, theirs = drafter(features).hidden_BLKD[:, :, :3], back(features).hidden_BLKD[:, :, :3]

@@ -1,0 +1,1 @@
+"""P-EAGLE: EAGLE-3 that guesses several tokens in one pass."""
