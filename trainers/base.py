@@ -71,7 +71,7 @@ class DraftModule(L.LightningModule):
             raise UserError(f"train.strategy {config.strategy} splits the drafter's weights or their optimizer, and "
                             f"{type(self).__name__} trains weights of the target too; set train.strategy: ddp")
         self.target = target
-        self.needs_teacher = config.objective != "hard" or config.step_weights == "e2e"
+        self.needs_teacher = config.objective != "hard" or config.step_weights in ("e2e", "cat")
         """Whether the objective reads the target's distribution."""
         self.figures: dict[str, float] = {}
         self.curve = TrainingCurve()

@@ -193,6 +193,10 @@ class _Rows:
         chances_NK = hidden_NKD.new_ones(valid_NK.shape, dtype=torch.promote_types(hidden_NKD.dtype, torch.float32))
         for chunk, steps, teacher_output in self.chunks(hidden_NKD.device):
             for step in steps:
+                if name == "cat" and teacher_output is not None:
+                    labels_N1, valid_N = supervision.labels_NK[chunk, step, None], valid_NK[chunk, step]
+                    chances_NK[chunk, step] = torch.where(valid_N, teacher_output.p_NQ.gather(1, labels_N1)[:, 0], 0.0)
+                    continue
                 # With a gradient the output layer runs in the number format of the loss.
                 with torch.enable_grad():
                     read = self.read(hidden_NKD[chunk, step], step, chunk, teacher_output)
@@ -210,7 +214,7 @@ class _Rows:
         # A step whose label the draft vocabulary has not is reached too, and never gives that label; its acceptance is
         # known where each place has entries of its own, and elsewhere taken for 1.
         counted_PK[:-1] |= supervision.missed_PK
-        if name == "d_pace":
+        if name != "e2e":
             chances_PK[:-1].masked_fill_(supervision.missed_PK, 0.0)
         found = [part_PK[places_NK, steps_K] for part_PK in path_weights(name, chances_PK, counted_PK, offsets)]
         self.weights_NK2 = torch.stack(found, dim=-1)

@@ -29,9 +29,12 @@ from ..modules import Target
 from ..modules.target.draft_vocabulary import OutputRows
 from ..modules.verification.sampling import widened
 
-ObjectiveName = Literal["hard", "argmax", "soft", "reverse_kl", "jsd", "tvd", "hard_tvd", "lk_alpha", "lk_hybrid"]
+ObjectiveName = Literal["hard", "argmax", "soft", "reverse_kl", "jsd", "tvd", "hard_tvd", "hard_soft", "lk_alpha",
+                        "lk_hybrid"]
 """Names for recipes; each is a function in this file."""
-HARD_SHARE, TVD_SHARE = 0.1, 1.8  # Of `hard_tvd`: DSpark's 0.1 of cross entropy, 0.9 of |p - q| (arXiv:2607.05147)
+HARD_SHARE, TVD_SHARE = 0.1, 1.8
+"""Of `hard_tvd`: DSpark's 0.1 of cross entropy, 0.9 of |p - q| (arXiv:2607.05147); `hard_soft` is PARD-2's 0.1 of cross
+entropy next to the whole of the divergence (arXiv:2605.08632)."""
 JSD_BETA = 0.5  # Weight of the target in the mixture of `jsd`: the symmetric divergence
 LK_ETA = 3.0  # Rate at which `lk_hybrid` changes from KL to acceptance (arXiv:2602.23881)
 ACCEPTANCE_ELEMENTS = 1 << 21  # Logits whose acceptance is computed at once: forty rows of a usual vocabulary
@@ -166,7 +169,8 @@ def lk_hybrid(logits_NQ: Tensor, teacher_output: TeacherOutput) -> Tensor:
 
 OBJECTIVES: dict[ObjectiveName, Callable[[Tensor, TeacherOutput], Tensor] | None] = {
     "hard": None, "argmax": argmax, "soft": soft, "reverse_kl": reverse_kl, "jsd": jsd, "tvd": tvd, "hard_tvd": None,
-    "lk_alpha": lk_alpha, "lk_hybrid": lk_hybrid}  # The losses by name, None for those that read the label alone
+    "hard_soft": None, "lk_alpha": lk_alpha, "lk_hybrid": lk_hybrid}
+"""The losses by name, None for those that read the label too."""
 NEEDS_MASS: tuple[ObjectiveName, ...] = ("lk_alpha", "lk_hybrid")  # Losses that read the target's whole distribution
 
 
@@ -179,14 +183,15 @@ def objective_loss(name: ObjectiveName, logits_NQ: Tensor, labels_N: Tensor,
     if teacher_output is None:
         raise ValueError(f"the objective {name} needs the target's distribution; give a teacher")
     if (loss := OBJECTIVES[name]) is None:
-        return HARD_SHARE * hard(logits_NQ, labels_N) + TVD_SHARE * tvd(logits_NQ, teacher_output)
+        apart_N = soft(logits_NQ, teacher_output) if name == "hard_soft" else TVD_SHARE * tvd(logits_NQ, teacher_output)
+        return HARD_SHARE * hard(logits_NQ, labels_N) + apart_N
     return loss(logits_NQ, teacher_output)
 
 
-PathWeights = Literal["d_pace", "e2e"]
+PathWeights = Literal["d_pace", "e2e", "cat"]
 """`d_pace` (arXiv:2605.18810): by the draft's probabilities of the labels, smoothed; `e2e` (arXiv:2607.25852): by the
 probabilities that its tokens are accepted, with which the gradient of total variation is that of the accepted
-length."""
+length; `cat` (arXiv:2605.08632): by the target's probabilities of the labels."""
 SMOOTHING = 0.5  # Share of a chance that D-PACE takes for granted: else a new draft's weights would vanish
 
 
@@ -199,6 +204,7 @@ def path_weights(name: PathWeights, chances_PK: Tensor, valid_PK: Tensor,
     `d_pace`: w_k = sum_{j >= k} prod_{i <= j} (1 - s) c_i + s; the divisor is the sum of the weights.
     `e2e`: w_k = 1/n sum_{j >= k} prod_{i <= j, i != k} c_i for n learned steps, whose loss 1 - c_k has the gradient of
     1 - 1/n sum_j prod_{i <= j} c_i; the divisor is the number of places.
+    `cat`: w_k = prod_{i < k} c_i; the divisor is the sum of the weights.
 
     A label outside the draft vocabulary makes a step that is not learned: its share enters no divisor. A step that does
     not predict further ahead, by its offset, than the one before starts anew."""
@@ -212,11 +218,15 @@ def path_weights(name: PathWeights, chances_PK: Tensor, valid_PK: Tensor,
             weights.append(reached_PJ.flip(1).cumsum(1).flip(1) * valid_PJ)
             shares.append(weights[-1])
             continue
+        before_PJ = torch.cat([torch.ones_like(chances_PJ[:, :1]), chances_PJ[:, :-1].cumprod(1)], dim=1)
+        if name == "cat":
+            weights.append(before_PJ * valid_PJ)
+            shares.append(weights[-1])
+            continue
         # From the end: the steps from k on that are reached once step k is. A division by c_k would fail where it is 0.
         after = [valid_PJ[:, -1].to(chances_PJ)]
         for step in reversed(range(stop - start - 1)):
             after.insert(0, valid_PJ[:, step] + chances_PJ[:, step + 1] * after[0])
-        before_PJ = torch.cat([torch.ones_like(chances_PJ[:, :1]), chances_PJ[:, :-1].cumprod(1)], dim=1)
         shares.append(valid_PJ / valid_PJ.sum(1, keepdim=True).clamp(min=1).to(chances_PJ))
         weights.append(before_PJ * torch.stack(after, dim=1) * shares[-1])
     return torch.cat(weights, dim=1), torch.cat(shares, dim=1)

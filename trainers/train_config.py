@@ -97,12 +97,13 @@ class TrainConfig(CheckedSettings):
     objective: ObjectiveName = "hard"
     """Loss of the draft's distribution. `hard`: cross entropy with the next token; the others compare it with the
     target's whole distribution: `argmax` (cross entropy with its most probable token), `soft` (cross entropy, forward
-    KL), `reverse_kl`, `jsd`, `tvd` (total variation), `hard_tvd` (DSpark's mixture), `lk_alpha` (-log acceptance),
-    `lk_hybrid` (from KL to acceptance as that grows)."""
-    step_weights: Share | Literal["d_pace", "e2e"] | None = None
+    KL), `reverse_kl`, `jsd`, `tvd` (total variation), `hard_tvd` (DSpark's mixture), `hard_soft` (PARD-2's),
+    `lk_alpha` (-log acceptance), `lk_hybrid` (from KL to acceptance as that grows)."""
+    step_weights: Share | Literal["d_pace", "e2e", "cat"] | None = None
     """Weights of the draft steps after a token in the loss. A number: step k has its k-th power; null takes the
     family's. `d_pace`: a step counts as far as the draft itself, by its probabilities of the text, gets to it;
-    `e2e`: as far as acceptance gets, so that `tvd` learns the accepted length. Both compute the logits twice."""
+    `e2e`: as far as acceptance gets, so that `tvd` learns the accepted length. Both compute the logits twice. `cat`:
+    as far as the target's probabilities of the text get."""
     feature_weight: NotNegative = 0.0
     """Weight, relative to the objective's 1, of a smooth L1 loss between draft states and the target states that they
     estimate, for families that estimate them. EAGLE's 1.0 with 0.1 is 10 here (arXiv:2401.15077, section 4.1)."""

@@ -151,7 +151,8 @@ class LayerDraft(CausalDraft):
     def device(self) -> torch.device:
         return self.target.device
 
-    def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor) -> Tensor:
+    def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor,
+            given_BFD: Tensor | None = None) -> Tensor:
         with skipping(self.target.layers, self.kept):
             embedded_BFD = self.target.embed_guesses(tokens_BF)
             # Guesses may reach beyond the context, position ids may not; such guesses are cut off with the answer.

@@ -129,7 +129,7 @@ class Drafter(nn.Module, Proposer[State]):
     config_class: ClassVar[type[DrafterConfig]]  # The family's own settings
     trained_as: ClassVar[Training] = Training()
     export_refusal: ClassVar[str | None] = None  # Why no export format can hold the family, as a sentence; or None
-    reads_states: ClassVar[bool] = True  # True if `forward` reads the target's states; False for a draft language model
+    reads_states: bool = True  # True if `forward` reads the target's states; False for most draft language models
     compiled_kinds: tuple[type[nn.Module], ...] = ()  # Classes of its layers that run compiled while it drafts
     compiled_form: Adapt  # Gives such a layer its compiled form
     unrolls: int | None = None

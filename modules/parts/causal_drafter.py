@@ -7,20 +7,29 @@ tokens share one pass: mask token k of anchor p sees the text up to p and the an
 no text token sees a mask token. All of them would make a pass K times as long, so only a falling share of the anchors
 keeps its k-th mask token (conditional drop, section 3.3): share r ** k, at least r_min.
 
+A drafter may add what the target's states say to its inputs (PARD-2, arXiv:2605.08632): a token gets the state of the
+one before it, and all mask tokens of an anchor what the anchor gets, the newest state that there is while drafting.
+
 Shapes: B rows, R rows that change, F nodes of a draft pass, W cache slots in use, N tokens, H depths scored at once, Q
 draft vocabulary, D hidden size, L positions of a row or places of the text buffer, K depths, S mask tokens of a row or
-rows of a state, G tokens of a window."""
+rows of a state, G tokens of a window or key-value heads, E width of a key, X width of a value."""
 
 from abc import abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from ..features import Features
 from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores
 from ..row_buffers import RowBuffer
+from ..target.attention.segment_attention import QUERIES, AttentionForm, Segments, attend_inside, attend_seen
 from .block_cache import BlockRows
 from .decoder_block import AttentionContext
 
@@ -68,6 +77,12 @@ class CausalState(Text):
         self.rooted = False  # Whether the tree holds the roots
         self.most = WAITING  # Most tokens of a row that an observation may leave unread
         self.at_once = False  # Whether every pass of one shape may accept more, so that its observation reads them
+        self.given: RowBuffer | None = None
+        """What the target's states add to the newest tokens' inputs, the root last; None where they add nothing."""
+
+    def give(self, values: RowBuffer) -> None:
+        """Keep what the target's states add to the inputs of the `WAITING` + 1 newest tokens, [S, N, D]."""
+        self.given, self.held = values, (*self.held, values)
 
     def drop_tree(self) -> None:
         """Discard the roots and the nodes of their trees."""
@@ -121,12 +136,18 @@ class CausalDraft(Proposer[CausalState]):
         """Device of the weights."""
 
     @abstractmethod
-    def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor) -> Tensor:
-        """Final states [B, F, D] of new tokens, `SLOT` for a mask token; keys go to the cache of `attention`."""
+    def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor,
+            given_BFD: Tensor | None = None) -> Tensor:
+        """Final states [B, F, D] of new tokens, `SLOT` for a mask token; keys go to the cache of `attention`. What the
+        target's states add to the inputs is given where they do."""
 
     @abstractmethod
     def read_out(self, final: Tensor) -> Scores:
         """Scores of states [B, F, H, D]: those of depth h of node f come from `final[:, f, h]`."""
+
+    def added(self, observation: Observation) -> Tensor:
+        """What the target's states at the observed tokens add to the inputs of the tokens after them, [R, N, D]."""
+        raise NotImplementedError
 
     def start(self, rows: int, capacity: int) -> CausalState:
         """An empty state."""
@@ -141,15 +162,21 @@ class CausalDraft(Proposer[CausalState]):
     def observe(self, state: CausalState, rows_R: Tensor, observation: Observation) -> None:
         """Store the new tokens. A few are read together with the root, many are read at once."""
         state.drop_tree()
+        given_RMD, former_R = None, state.roots_S[rows_R]
+        if state.given is not None:
+            # Left of the new ones stand those of the newest tokens, the former root's last.
+            given_RMD = torch.cat([state.given.values[rows_R], self.added(observation).to(state.given.values)], dim=1)
+            newest_RN = observation.counts_B[:, None] + torch.arange(WAITING + 1, device=rows_R.device)
+            state.given.values.index_copy_(0, rows_R, _at(given_RMD, newest_RN))
         state.append(rows_R, observation)
         rows, counts = observation.on_host(rows_R)
         for row, count in zip(rows, counts, strict=True):
             state.host_lengths[row] += count
         if state.read.cache.bound is not None:
             if state.at_once:
-                self._read(state, rows, observation.tokens_BN.shape[1], roots=0)
+                self._read(state, rows, observation.tokens_BN.shape[1], given_RMD, former_R, roots=0)
         elif (most := max(state.unread(rows))) > state.most:
-            self._read(state, rows, most, roots=0)
+            self._read(state, rows, most, given_RMD, former_R, roots=0)
 
     @torch.no_grad()
     def expand(self, state: CausalState, frontier: Frontier) -> Scores:
@@ -165,7 +192,8 @@ class CausalDraft(Proposer[CausalState]):
         # First the unread tokens, the root and the mask tokens after it are read.
         rows = list(range(len(frontier.nodes_BF)))
         unread = max(state.unread(rows)) if state.read.cache.bound is None else state.most
-        final_BND, counts_B = self._read(state, rows, unread + 1, roots=1)
+        given_RMD = None if state.given is None else state.given.values[: len(rows)]
+        final_BND, counts_B = self._read(state, rows, unread + 1, given_RMD, state.roots_S[: len(rows)], roots=1)
         state.rooted = True
         # The tree starts with the root, which was read after the committed tokens.
         state.read.nodes_BM, state.read.above_BMM = state.read.root_B1, state.read.root_B11
@@ -173,10 +201,12 @@ class CausalDraft(Proposer[CausalState]):
         return self.read_out(final_BND.gather(1, wanted_BH[..., None].expand(-1, -1, final_BND.shape[-1]))[:, None])
 
     @torch.no_grad()
-    def _read(self, state: CausalState, rows: list[int], width: int, *, roots: int) -> tuple[Tensor, Tensor]:
+    def _read(self, state: CausalState, rows: list[int], width: int, given_RMD: Tensor | None, last_R: Tensor, *,
+              roots: int) -> tuple[Tensor, Tensor]:
         """(final states [R, N, D], left-aligned, counts [R]) of the tokens of these rows that are not in the cache,
         with their roots if `roots` is 1; all but the roots are committed. Rows are padded to `width` tokens. Mask
-        tokens come after each root; later mask tokens see them. They are neither counted nor committed."""
+        tokens come after each root; later mask tokens see them. They are neither counted nor committed. What is given
+        to the inputs starts with that of `WAITING` tokens and the one at the place `last_R`."""
         counts = state.unread(rows)
         rows_R = state.read.cache.row_numbers(rows)
         counts_R = state.roots_S[rows_R] + roots - state.read.cache.lengths_B[rows_R]
@@ -186,9 +216,18 @@ class CausalDraft(Proposer[CausalState]):
         if self.slots and roots:
             order_N = torch.arange(tokens_RN.shape[1], device=tokens_RN.device)
             tokens_RN = torch.where(order_N < counts_R[:, None], tokens_RN, SLOT)
-        final_RND = self.run(tokens_RN, attention, state.read.key_positions())
+        if given_RMD is not None:
+            # Mask tokens get what the root gets.
+            given_RMD = _at(given_RMD, attention.positions_BN - last_R[:, None] + WAITING)
+        final_RND = self.run(tokens_RN, attention, state.read.key_positions(), given_RMD)
         state.read.commit(counts_R - roots, counts)
         return final_RND, counts_R
+
+
+def _at(values_RMD: Tensor, columns_RN: Tensor) -> Tensor:
+    """The values at these columns, [R, N, D]; the first or the last one beyond an end."""
+    columns_RN = columns_RN.clamp(min=0, max=values_RMD.shape[1] - 1)
+    return values_RMD.gather(1, columns_RN[..., None].expand(-1, -1, values_RMD.shape[-1]))
 
 
 # Mask tokens in training ----------------------------------------------------------------------------------------------
@@ -241,6 +280,57 @@ def visible(features: Features, slots: Slots) -> Tensor:
     chain_BSS = same_BSS & (depths_BS[:, :, None] >= depths_BS[:, None])
     unseen_BLS = text_BLL.new_zeros(text_BLL.shape[0], length, anchors_BS.shape[1])
     return torch.cat([torch.cat([text_BLL, unseen_BLS], dim=2), torch.cat([own_BSL, chain_BSS], dim=2)], dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class TextAndSlots(Segments):
+    """Long training rows followed by their mask tokens, which see what `visible` says, without that mask: it would grow
+    with the square of both. Mask tokens go through in blocks, each with the keys up to its last anchor."""
+
+    features: Features
+    slots: Slots
+    positions_BM: Tensor  # Position of each token and of each mask token after them
+    anchors: tuple[tuple[int, ...], ...]  # Anchor of each real mask token by row, ascending, on the host
+
+    @classmethod
+    def after(cls, features: Features, slots: Slots, positions_BM: Tensor) -> "TextAndSlots":
+        """The sight of a batch and its mask tokens; the host waits for where they are."""
+        text, rows = Segments.of(features), zip(slots.anchors_BS.cpu(), slots.real_BS.cpu(), strict=True)
+        anchors = tuple(tuple(anchors_S[real_S].tolist()) for anchors_S, real_S in rows)
+        return cls(text.lengths, text.padding, features, slots, positions_BM, anchors)
+
+    def attend(self, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNX: Tensor, form: AttentionForm) -> Tensor:
+        """Attention output [B, H, N, X] of text and mask tokens; zero at padding."""
+        length = self.features.tokens_BL.shape[1]
+        text = attend_inside(*(states[:, :, :length] for states in (query_BHNE, key_BGNE, value_BGNX)), self, form)
+        found = [text.new_zeros(*text.shape[1:2], query_BHNE.shape[2] - length, text.shape[3]) for _ in self.anchors]
+        for row, anchors in enumerate(self.anchors):
+            ends, blocks = [*accumulate(self.lengths[row])], []
+            for start in range(0, len(anchors), QUERIES):
+                stop = min(start + QUERIES, len(anchors))
+                oldest = [0, *ends][bisect_right(ends, anchors[start])]
+                # The mask tokens of an anchor follow each other.
+                own = slice(bisect_left(anchors, anchors[start]), stop)
+                attend = partial(self._block, row, slice(oldest, anchors[stop - 1] + 1), own, stop - start, form)
+                # Masks and scores are computed again for a gradient, not kept.
+                blocks.append(checkpoint(attend, query_BHNE[row], key_BGNE[row], value_BGNX[row], use_reentrant=False))
+            if blocks:
+                found[row] = pad(torch.cat(blocks, dim=1), (0, 0, 0, found[row].shape[1] - len(anchors)))
+        return torch.cat([text, torch.stack(found)], dim=2)
+
+    def _block(self, row: int, text: slice, own: slice, count: int, form: AttentionForm, query_HNE: Tensor,
+               key_GNE: Tensor, value_GNX: Tensor) -> Tensor:
+        """Attention output [H, N, X] of the last `count` of adjacent mask tokens over these and some of the text."""
+        segments_L, positions_M = self.features.segments_BL[row], self.positions_BM[row]
+        length, anchors_N = len(segments_L), self.slots.anchors_BS[row, own]
+        depths_N, order_W = self.slots.depths_BS[row, own], torch.arange(text.start, text.stop, device=anchors_N.device)
+        before_NW = (order_W <= anchors_N[:, None]) & (segments_L[text] == segments_L[anchors_N][:, None])
+        chain_NN = (anchors_N[:, None] == anchors_N) & (depths_N[:, None] >= depths_N)
+        there = slice(length + own.start, length + own.stop)
+        near = form.near(positions_M[there], torch.cat([positions_M[text], positions_M[there]]))
+        seen_NW = torch.cat([before_NW, chain_NN], dim=1) & near
+        keys, values = (torch.cat([states[:, text], states[:, there]], dim=1) for states in (key_GNE, value_GNX))
+        return attend_seen(query_HNE[:, there][:, -count:], keys, values, seen_NW[-count:], form)
 
 
 def by_depth(states_BMD: Tensor, slots: Slots, length: int, depths: int) -> Tensor:

@@ -1,12 +1,14 @@
 """A small language model with the target's vocabulary that reads the text itself and drafts token by token (FastDraft,
 arXiv:2411.11055), or several tokens in one pass through mask tokens (PARD, arXiv:2504.18583).
 
-It reads tokens alone. Its state at position p predicts the token at p + 1: while decoding it reads every token up to
-the root, and the root's own state scores the root's children.
+It reads tokens, and with `taps` the target's states too (PARD-2, arXiv:2605.08632). Its state at position p predicts
+the token at p + 1: while decoding it reads every token up to the root, and the root's own state scores the root's
+children.
 
 Shapes: B rows, L positions, F nodes of a draft pass, H depths scored at once, K draft steps, D hidden size of the
 draft, V target vocabulary, Q entries of the draft vocabulary."""
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +22,23 @@ from ...config_checks import settings_of
 from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import Drafter, Drafts, FamilyCard, Training
-from ...interfaces.proposer import Scores
-from ...parts.causal_drafter import SLOT, CausalDraft, CausalState, by_depth, conditional_drop, pack, useful, visible
+from ...interfaces.proposer import Observation, Scores
+from ...parts.causal_drafter import (
+    SLOT,
+    WAITING,
+    CausalDraft,
+    CausalState,
+    TextAndSlots,
+    by_depth,
+    conditional_drop,
+    pack,
+    useful,
+    visible,
+)
 from ...parts.decoder_block import AttentionContext
-from ...target.attention.segment_attention import Sight, mask_arguments, visible_text
+from ...parts.feature_drafter import columns_for
+from ...row_buffers import RowBuffer
+from ...target.attention.segment_attention import DENSE_LENGTH, Sight, mask_arguments, takes_segments, visible_text
 from ...target.attention.tree_attention import place_arguments
 from ...target.devices.compiled_layers import of_transformers
 from ...target.draft_vocabulary import carry_rows, over_all_tokens, require_ids
@@ -36,28 +51,32 @@ from ...target.recurrent.recurrent_passes import install
 from ...target.submodel import config_of, copy_layers, fields_of, new_model, window_of
 from .settings import DraftLMConfig, check_mask_token, planned
 
+SCALE = 0.02  # Factor of what the target's states add to an input, as in PARD-2's code
+DROPPED = 0.1  # Share of training texts without it, so that a draft works where nothing gives it the states
+
 
 class DraftLM(CausalDraft, Drafter[CausalState]):
     """A causal language model of transformers as a drafter; it borrows no weights. Own weights: `decoder.*` under
     transformers' names, `head.weight` unless the output layer is the embedding, `mask_embedding` with several depths,
-    `token_ids` with a reduced vocabulary. Make a new one with `DraftLM.create`."""
+    `target_proj.weight` with taps, `token_ids` with a reduced vocabulary. Make a new one with `DraftLM.create`."""
 
     family = "draft_lm"
     card = FamilyCard(
-        name="draft language model", papers=("2411.11055", "2504.18583"),
+        name="draft language model", papers=("2411.11055", "2504.18583", "2605.08632"),
         guesses="a small model with the target's vocabulary, new or from the target's layers, token by token or "
-                "several a pass through mask tokens",
-        cost="needs no target states in training; one model run for each level of the tree")
+                "several a pass through mask tokens, which may read the target's states",
+        cost="needs no target states in training unless it reads them; one model run for each level of the tree")
     config: DraftLMConfig
     config_class = DraftLMConfig
     # Cross entropy on the target's answers at several temperatures, at all depths alike (FastDraft, section 3); 1e-3
     # suits a new model, about half of it an initialised one.
     trained_as = Training(lr=6e-4, warmup_steps=40, weight_decay=0.01, decay=1.0)
     mask_embedding: nn.Parameter | None
+    target_proj: nn.Linear | None  # Of the tapped states and the final one, in this order
     reads_states = False
     compiled_form = staticmethod(of_transformers)
 
-    def __init__(self, config: DraftLMConfig, model: Any) -> None:
+    def __init__(self, config: DraftLMConfig, model: Any, target_size: int) -> None:
         super().__init__(config.vocabulary_size)
         self.config, self.architecture = config, model.config
         self.decoder: nn.Module = decoder_of(model)
@@ -86,6 +105,11 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         self.head = None if tied and size is None else output if size is None else \
             nn.Linear(self.state_size, size, bias=output.bias is not None)
         self.mask_embedding = nn.Parameter(self._embedding().weight.detach().mean(0)) if self.slots else None
+        self.reads_states, self.taps, self.target_proj = config.taps is not None, config.taps or (), None
+        if config.taps is not None:
+            # Zero: the first drafts are those of a draft that reads tokens alone.
+            self.target_proj = nn.Linear((len(self.taps) + 1) * target_size, self.state_size, bias=False)
+            nn.init.zeros_(self.target_proj.weight)
         self._embedding().weight.requires_grad_(not config.freeze_embedding)
         self._linears: LinearForms | None = None
 
@@ -128,7 +152,7 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
                 model = new_model(architecture)
         if config.layers is not None and not on_meta:
             copy_layers(model, target, config.layers)
-        drafter = cls(config, model)
+        drafter = cls(config, model, target.hidden_size)
         if start is None and not on_meta:
             with torch.no_grad():
                 embedding_VD, output = drafter._embedding().weight, model.get_output_embeddings()
@@ -151,11 +175,15 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
     @torch.no_grad()
     def _take_over(self, start: Self, token_ids_Q: Tensor | None) -> None:
         """Replace all weights by those of a start. Raises UserError for a token without an output row."""
-        apart = ("head.", "token_ids")
+        apart = ("head.", "token_ids", "target_proj.")
         carried = {name: tensor for name, tensor in start.state_dict().items() if not name.startswith(apart)}
         self.load_state_dict({**self.state_dict(), **carried})
         if self.token_ids is not None and token_ids_Q is not None:
             self.token_ids.copy_(token_ids_Q)
+        if self.target_proj is not None and start.target_proj is not None:
+            # The final state, whose columns are the last, has no number of a layer.
+            columns = columns_for((*self.taps, -1), start.target_proj.weight, (*start.taps, -1))
+            self.target_proj.weight.copy_(columns)
         if self.head is None:
             return
         former = start._embedding() if start.head is None else start.head
@@ -175,15 +203,20 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         """An equal drafter whose weights are NaN until loaded. Raises UserError on an unknown description."""
         given = settings_of(description, DraftLMConfig, "a draft language model is", "model")
         model = new_model(config_of(given.pop("model")))
-        drafter = cls(DraftLMConfig(**given), model)
+        drafter = cls(DraftLMConfig(**given), model, identity.hidden_size)
         with torch.no_grad():
             for parameter in drafter.parameters():
                 parameter.fill_(torch.nan)
         return drafter
 
     def bind(self, target: Target) -> None:
-        """Compare the vocabularies, which must be done before it runs; it borrows nothing."""
+        """Compare the vocabularies, which must be done before it runs; it borrows nothing. Raises UserError if they
+        differ, or it reads states of another width."""
         require_vocabulary(self.vocab_size, target, "at hand")
+        if self.target_proj is not None and \
+                self.target_proj.in_features != (wanted := (len(self.taps) + 1) * target.hidden_size):
+            raise UserError(f"the draft model reads {self.target_proj.in_features} numbers of the target's states, and "
+                            f"those of {target.identity.name} are {wanted}; load the target it was made for")
         self._linears = target.linears
         if target.dtype == torch.float64:
             # As the target's own: torch has no float64 product over grouped experts.
@@ -223,9 +256,31 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         positions_BS = features.positions_BL.gather(1, slots.anchors_BS) + slots.depths_BS
         positions_BM = torch.cat([features.positions_BL, positions_BS], dim=1).clamp(max=self.positions - 1)
         embedded_BMD = self.embed(torch.cat([features.tokens_BL, masks_BS], dim=1))
-        states_BMD = self._states(embedded_BMD, visible(features, slots), positions_BM, positions_BM)
+        if self.target_proj is not None:
+            given_BLD = self._given_text(features)
+            masks_BSD = given_BLD.gather(1, slots.anchors_BS[..., None].expand(-1, -1, given_BLD.shape[-1]))
+            embedded_BMD = embedded_BMD + torch.cat([given_BLD, masks_BSD], dim=1)
+        dense = positions_BM.shape[1] <= DENSE_LENGTH or not takes_segments(self.decoder)
+        sight = visible(features, slots) if dense else TextAndSlots.after(features, slots, positions_BM)
+        states_BMD = self._states(embedded_BMD, sight, positions_BM, positions_BM)
         hidden_BLKD = by_depth(states_BMD, slots, kept_BLK.shape[1], self.config.depths)
         return Drafts(hidden_BLKD=hidden_BLKD, offsets=self.offsets, valid_BLK=kept_BLK if self.training else None)
+
+    def given(self, final: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
+        """What the target's states at tokens add to the inputs of the tokens after them, [..., D]."""
+        projection = cast(nn.Linear, self.target_proj)
+        read = torch.cat([*(taps[layer] for layer in self.taps), final], dim=-1)
+        return projection(read.to(projection.weight.dtype)) * SCALE  # type: ignore[no-any-return]
+
+    def _given_text(self, features: Features) -> Tensor:
+        """The same at training rows, [B, L, D]: none at the first token of a text, nor in the texts that go without."""
+        segments_BL = features.segments_BL
+        first_BL = functional.pad(segments_BL[:, 1:] != segments_BL[:, :-1], (1, 0), value=True) | (segments_BL < 0)
+        if self.training:
+            chance_BL = torch.rand(segments_BL.shape, device=segments_BL.device).gather(1, segments_BL.clamp(min=0))
+            first_BL = first_BL | (chance_BL < DROPPED)
+        given_BLD = self.given(features.final(), features.taps).roll(1, dims=1)
+        return given_BLD.masked_fill(first_BL[..., None], 0.0)
 
     def project(self, hidden: Tensor, step: int) -> Tensor:
         """Draft logits [..., Q] of states [..., D]; every step has the same output layer."""
@@ -264,13 +319,25 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         tied_VD = self._embedding().weight if self.head is None else None
         packed_from = 0 if self._linears is None else self._linears.packing.packed_from
         self.packing.refresh(self, packed_from=packed_from, output_VD=tied_VD)
-        return super().start(rows, capacity)
+        state = super().start(rows, capacity)
+        if self.target_proj is not None:
+            state.give(RowBuffer(rows, WAITING + 1, self.state_size, device=self.device,
+                                 dtype=self._embedding().weight.dtype))
+        return state
 
-    def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor) -> Tensor:
+    def added(self, observation: Observation) -> Tensor:
+        """What the target's states at the observed tokens add to the inputs of the tokens after them."""
+        with self.packing.installed():
+            given_RND = self.given(observation.final_BND, observation.taps)
+        return given_RND.masked_fill(~observation.real_BN[..., None], 0.0)
+
+    def run(self, tokens_BF: Tensor, attention: AttentionContext, key_positions_BW: Tensor,
+            given_BFD: Tensor | None = None) -> Tensor:
         """Final states of one pass."""
         positions_BF = attention.positions_BN.clamp(max=self.positions - 1)
         with self.packing.installed():
             embedded_BFD, visible_BFW = self.embed(tokens_BF), attention.visible_BNW
+            embedded_BFD = embedded_BFD if given_BFD is None else embedded_BFD + given_BFD
             return self._states(embedded_BFD, visible_BFW, positions_BF, key_positions_BW, attention.cache)
 
     def read_out(self, final: Tensor) -> Scores:

@@ -7,6 +7,7 @@ from typing import Any
 from ...config_checks import Parts, Size
 from ...errors import UserError
 from ...interfaces.drafter import DrafterConfig
+from ...parts.feature_drafter import chosen_taps
 from ...target.loading.hf_folder import read_config
 from ...target.model import Target
 from ...target.submodel import chosen, smaller, windowed
@@ -33,6 +34,9 @@ class DraftLMConfig(DrafterConfig):
     """Do not train the embedding. On a CPU its gradient costs more than that of all layers."""
     depths: Parts = 1
     """Tokens guessed in one pass of the draft: above 1, a learned mask token replaces each one not yet known."""
+    taps: tuple[int, ...] | None = None
+    """Layers of the target, from 0, whose outputs are added to the draft's inputs next to the target's final states
+    (PARD-2), ascending; `[]` adds the final states alone, null reads no states. Needs `depths` above 1."""
     mask_token_id: int | None = None
     """A reserved token whose embedding holds the mask token's in exports; None exports without mask tokens."""
     window: Size | None = None
@@ -40,8 +44,9 @@ class DraftLMConfig(DrafterConfig):
     Llama with a window is a Mistral. The draft then keeps no more of a long text than these and one pass."""
 
     def carries(self, name: str, start: Any) -> bool:
-        """The mask token names a row of exports alone."""
-        return super().carries(name, start) or name == "mask_token_id"
+        """The mask token names a row of exports alone; states that were not read add nothing at first."""
+        taps = name == "taps" and self.taps is not None and set(start.taps or ()) <= set(self.taps)
+        return super().carries(name, start) or name == "mask_token_id" or taps
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,6 +56,11 @@ class DraftLMConfig(DrafterConfig):
         if self.window is not None and self.window < self.depths:
             raise UserError(f"window is {self.window}, and the last of {self.depths} tokens of a pass (depths) reads "
                             f"those before it; set window to at least {self.depths}, or leave it out")
+        if self.taps is not None and self.depths == 1:
+            raise UserError(f"taps {list(self.taps)} are read for mask tokens, and a draft with depths 1 reads tokens "
+                            "alone; set depths to the tokens of a draft pass, or leave taps out")
+        if self.taps is not None and list(self.taps) != sorted(set(self.taps)):
+            raise UserError(f"taps must be ascending numbers of layers, got {list(self.taps)}")
         if self.layers is not None and self.folder is not None:
             raise UserError("set `layers` or `folder`, not both")
         chosen_by = "layers" if self.layers is not None else "folder" if self.folder is not None else None
@@ -61,7 +71,7 @@ class DraftLMConfig(DrafterConfig):
 
 def planned(config: DraftLMConfig, target: Target) -> Any:
     """Configuration of a draft's initial model, checked against `target` without reading weights. Raises UserError if
-    layers, widths or the folder's vocabulary do not fit."""
+    layers, widths, taps or the folder's vocabulary do not fit."""
     if config.folder is not None:
         model = read_config(Path(config.folder), target)
     elif config.layers is not None:
@@ -69,6 +79,8 @@ def planned(config: DraftLMConfig, target: Target) -> Any:
     else:
         model = smaller(target, num_layers=config.num_layers or 2, hidden_size=config.hidden_size,
                         num_heads=config.num_heads)
+    if config.taps:
+        chosen_taps(config.taps, target)
     check_mask_token(config, target.vocab_size)
     return model if config.window is None else windowed(model, config.window)
 

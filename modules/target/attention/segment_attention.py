@@ -109,6 +109,10 @@ class Segments:
                       if not blank]
         return tuple(found)
 
+    def attend(self, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNX: Tensor, form: AttentionForm) -> Tensor:
+        """Attention output [B, H, N, X] of all tokens of the rows."""
+        return attend_inside(query_BHNE, key_BGNE, value_BGNX, self, form)
+
 
 Sight = Tensor | Segments  # A mask [B, N, W], or the segments of training rows, which see themselves causally
 
@@ -226,6 +230,12 @@ def _block(query_HNE: Tensor, key_GWE: Tensor, value_GWX: Tensor, oldest: int, f
     if first is not None:
         seen_NW = pad(seen_NW, (1, 0), value=True)
         key_GWE, value_GWX = torch.cat([first[0], key_GWE], 1), torch.cat([first[1], value_GWX], 1)
+    return attend_seen(query_HNE, key_GWE, value_GWX, seen_NW, form)
+
+
+def attend_seen(query_HNE: Tensor, key_GWE: Tensor, value_GWX: Tensor, seen_NW: Tensor, form: AttentionForm) -> Tensor:
+    """Attention output [H, N, X] of a few queries, which see the keys where the mask is True, whatever the form says of
+    windows."""
     if form.softcap is not None or form.sinks_H is not None:
         return attend_by_scores(query_HNE[None], key_GWE[None], value_GWX[None], seen_NW, form)[0]
     out_RGNX = scaled_dot_product_attention(*_grouped(query_HNE, key_GWE, value_GWX), attn_mask=seen_NW,

@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ...errors import UserError
-from .segment_attention import DENSE_LENGTH, AttentionForm, Segments, attend_by_scores, attend_inside
+from .segment_attention import DENSE_LENGTH, AttentionForm, Segments, attend_by_scores
 from .two_parts import TreeParts, attend_in_parts, takes_parts
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionForm], Tensor]  # The attention of a compiled layer
@@ -106,7 +106,7 @@ def tree_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, atten
         attended: Tensor = attend_apart(query, key, value, scaling, sliding_window, form.chunk, softcap, s_aux)
         return attended, None
     if segments is not None:
-        return attend_inside(query, key, value, segments, form).transpose(1, 2).contiguous(), None
+        return segments.attend(query, key, value, form).transpose(1, 2).contiguous(), None
     mask = attention_mask
     if mask is not None and mask.shape[-1] != key.shape[2]:
         raise UserError(f"{type(module).__name__} does not hand on the segments of a row of {key.shape[2]} tokens; "
