@@ -62,6 +62,11 @@ class Artifact:
         default_factory=dict, init=False, repr=False, compare=False)
 
     @property
+    def shared(self) -> bool:
+        """True where the target is not the one that it was trained for, as a draft language model's may be."""
+        return self.adapter is None and self.identity.weights_hash != self.target.identity.weights_hash
+
+    @property
     def tree_size(self) -> int:
         """Nodes drafted by default for one greedy row, root included: the tuned size, else the whole tree."""
         return self.size_for(1)
@@ -236,7 +241,9 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False, retarget
     """Load an artifact for its target and bind it.
 
     Args:
-        target: the one it was trained for; an artifact with an adapter decodes with a changed copy of it.
+        target: the one it was trained for; an artifact with an adapter decodes with a changed copy of it. A draft
+            language model that reads tokens alone takes any of its tokenizer and vocabulary; what was measured with the
+            one that it was trained for is then left out.
         trust: whether the class that the artifact names is imported, which runs its code, if its family is not one of
             this package's.
         retarget: whether a target of the same architecture and sizes with other weights will do.
@@ -261,12 +268,16 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False, retarget
     decoder = target if adapter is None else target.adapted(adapter)
     drafter.bind(decoder)
     drafter.eval()
-    heads = load_heads(folder, config["weights_sha256"])
+    # What one target accepts of a draft says nothing of another.
+    shared = drafter.serves_all(config["drafter"]) and identity.weights_hash != target.identity.weights_hash
+    provenance = {key: one for key, one in provenance.items() if not shared or key != "expected_accepted_length"}
+    heads = {} if shared else load_heads(folder, config["weights_sha256"])
     for stored in heads.values():
         stored.head.to(target.device)
     return Artifact(drafter=drafter, target=decoder, topology=topology, identity=identity, provenance=provenance,
-                    tuning=read_tuning(folder), adapter=adapter, heads=heads, weights_sha256=config["weights_sha256"],
-                    acceptance=measured_files.read_acceptance(folder))
+                    tuning=None if shared else read_tuning(folder), adapter=adapter, heads=heads,
+                    weights_sha256=config["weights_sha256"],
+                    acceptance={} if shared else measured_files.read_acceptance(folder))
 
 
 def portable(value: Any) -> Any:

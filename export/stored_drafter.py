@@ -83,7 +83,15 @@ def load_drafter(folder: Path, target: Target, *, trust: bool = False, retarget:
     try:
         # The target is compared before any weight is read: another one would show as a damaged artifact.
         identity = TargetIdentity.from_dict(config["target"])
-        if retarget:
+        family = drafter_class(config, trust=trust)
+        if family.serves_all(config["drafter"]):
+            # A sketch has no tokenizer, nor has every target; training goes on with other tokens too.
+            same = identity.weights_hash == target.identity.weights_hash or retarget or not (
+                identity.tokens_hash and target.identity.tokens_hash)
+            identity.require_same(target.identity, ("vocab_size",) if same else ("vocab_size", "tokens_hash"),
+                                  "a draft language model drafts for every target of its own tokenizer and vocabulary: "
+                                  "choose such a target, or train a draft for this one")
+        elif retarget:
             # Taps, exits and borrowed layers are numbers of layers, and rotate as the architecture does.
             identity.require_same(target.identity, ("architecture", *SHAPE), "--retarget carries a draft over to a "
                                   "target of the same architecture, sizes and vocabulary alone; choose such a one, or "
@@ -93,7 +101,6 @@ def load_drafter(folder: Path, target: Target, *, trust: bool = False, retarget:
             identity.require_same(target.identity, () if sketched else ("weights_hash",), "load the target it was made "
                                   "for, or, if this is another version of it, continue the draft by draftsmith run "
                                   "with train.start and --retarget")
-        family = drafter_class(config, trust=trust)
         with target.device if sketched else nullcontext():
             drafter = _rebuilt(family, config["drafter"], identity, folder / WEIGHTS)
         adapter = None if sketched else _load_weights(drafter, folder / WEIGHTS, config)

@@ -225,6 +225,6 @@ GGUF = ExportFormat[DraftLM | Eagle3 | BlockDraft](
     weights=WEIGHTS, others=_command,
     lost=lambda drafter: "" if not isinstance(drafter, DraftLM) or drafter.config.depths == 1 else (
         "It was trained to answer several tokens in one pass through mask tokens, which llama.cpp does not do with a "
-        "draft model: there it drafts one by one."),
+        "draft model: there it drafts one by one, from tokens alone."),
     # llama.cpp rounds the embedding like any matrix.
     as_read=lambda weight, weights, linear: rounded(weight, weights))

@@ -326,6 +326,9 @@ def facts(run: EvaluationRun, artifact: Artifact | None) -> list[Block]:
         # These hashes tell two measurements of seemingly equal artifacts apart.
         origin = artifact.provenance
         rows.append(("target weights", artifact.identity.weights_hash))
+        if artifact.shared:
+            rows[-1] = ("distilled from", f"{artifact.identity.name} ({artifact.identity.weights_hash}), another "
+                                          "target of the same tokenizer and vocabulary")
         if "data_manifest" in origin:
             rows.append(("data manifest", origin["data_manifest"]))
         if found := origin.get("draft_vocabulary"):

@@ -7,7 +7,7 @@ Shapes: B rows, L positions, K draft steps of one call, D hidden size, F frontie
 Q entries of the draft vocabulary or candidates of a node, R ranks used, M nodes of a pass, V target vocabulary."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -161,6 +161,12 @@ class Drafter(nn.Module, Proposer[State]):
     def sources(cls, config: Any) -> dict[str, str]:
         """Hashes by name of files that decide the first weights: a training goes on with equal ones alone."""
         return {}
+
+    @classmethod
+    def serves_all(cls, description: Mapping[str, Any]) -> bool:
+        """True if the drafter that `describe` gave reads and borrows nothing of its target: it then drafts for every
+        target of its tokenizer and vocabulary."""
+        return False
 
     @classmethod
     @abstractmethod

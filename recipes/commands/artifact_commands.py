@@ -131,7 +131,10 @@ def measure(given: EvaluateArguments, target: Target, folders: Sequence[Path], a
         # Of several artifacts each profile holds its own methods, and only one fits the folder.
         if len(folders) == 1:
             records = [record for one in result.evaluations for record in one.acceptance]
-            save_acceptance(given.out, described(read_description(folders[0])), records)
+            counted = described(read_description(folders[0]))
+            if artifacts[0].shared:
+                counted["target"] = target.identity.name
+            save_acceptance(given.out, counted, records)
     say(terminal_table(result))
     say(f"{written['html']} shows it with plots")
 

@@ -15,7 +15,7 @@ from ...data.store.token_store import MANIFEST
 from ...export import load_artifact, read_description
 from ...export.page import Block, Figure, Heading, Passage, Table, Text, as_html
 from ...export.report import plots
-from ...export.stored_drafter import CONFIG
+from ...export.stored_drafter import CONFIG, drafter_class
 from ...modules import Target, TargetConfig, TargetIdentity, UserError, load_target
 from ...modules.config_checks import CheckedSettings
 from ...modules.decoding.requests import visible
@@ -69,9 +69,11 @@ def doctor(parsed: Parsed[DoctorArguments]) -> None:
     folder = inside if not (given.artifact / CONFIG).is_file() and (inside / CONFIG).is_file() else given.artifact
     named = named_target(folder, given.target)
     # By shapes alone, before any weight is read.
-    TargetIdentity.from_dict(read_description(folder)["target"]).require_same(
-        sketch_target(named).identity, ("architecture", *SHAPE), "give --target.name the target that it was made for, "
-        "or another version of it")
+    config = read_description(folder)
+    free = drafter_class(config, trust=given.trust).serves_all(config["drafter"])
+    TargetIdentity.from_dict(config["target"]).require_same(
+        sketch_target(named).identity, ("vocab_size",) if free else ("architecture", *SHAPE),
+        "give --target.name the target that it was made for, or another version of it")
     target = load_target(named)
     artifact = load_artifact(folder, target, trust=given.trust, retarget=True)
     data, no_data = read_data(given.data, folder, target)

@@ -116,7 +116,10 @@ def accepted(case: Case, rows: Sequence[Features], topology: Topology) -> Accept
 
 def _target(case: Case, _: Texts) -> Finding:
     """The target that it was trained for."""
-    trained, here = case.artifact.identity, case.target.identity
+    trained, here, drafter = case.artifact.identity, case.target.identity, case.artifact.drafter
+    if drafter.serves_all(drafter.describe()) and trained.tokens_hash in ("", here.tokens_hash):
+        return judged("target of the draft", f"{in_words(trained)}; here {in_words(here)}",
+                      "it reads tokens alone, and drafts for every target of its tokenizer and vocabulary")
     rounded = "quantised otherwise" if trained.quantization != here.quantization else "another target"
     return judged("target of the draft", f"{in_words(trained)}; here {in_words(here)}",
                   "it was trained for this target", (

@@ -18,7 +18,19 @@ from draftsmith.export import (
     save_tuning,
     stored_drafter,
 )
-from draftsmith.modules import Policy, StaticTree, StoppedChain, Target, Topology, Trial, UserError, decode
+from draftsmith.modules import (
+    Chain,
+    DraftLM,
+    DraftLMConfig,
+    Policy,
+    StaticTree,
+    StoppedChain,
+    Target,
+    Topology,
+    Trial,
+    UserError,
+    decode,
+)
 from draftsmith.modules.decoding.requests import DecodeSettings, Request
 from draftsmith.modules.families.block.drafter import BlockDraft, BlockDraftConfig
 from draftsmith.modules.families.medusa.drafter import Medusa
@@ -28,7 +40,9 @@ from draftsmith.modules.policies.lookahead_trees import LookaheadTrees
 from draftsmith.modules.policies.stopping_chains import JudgedPath, PaidGuesses
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from safetensors import safe_open
+from support.answers import native_greedy, requests_for
 from support.artifacts import TREE, copies, costs, edit, heads, trial, tuning
+from support.targets import random_model, random_target
 
 PROVENANCE = {"recipe": {"max_steps": 3, "prompts": "/home/somebody/prompts.jsonl"}, "data_manifest": "0a1b2c",
               "acceptance": {"accepted_length": 1.75, "by_position": [0.5, 0.25], "tokens": 1000}}
@@ -110,6 +124,35 @@ def test_other_weights_are_refused_and_double_precision_is_accepted(tmp_path: Pa
         load_artifact(tmp_path / "a", Target(tiny_model(seed=1), tiny_tokenizer(), name="other"))
     loaded = load_artifact(tmp_path / "a", tiny_target_f64)
     assert {parameter.dtype for parameter in loaded.drafter.parameters()} == {torch.float64}
+
+
+def test_a_draft_language_model_serves_every_target_of_its_vocabulary(tmp_path: Path, tiny_target: Target) -> None:
+    """One artifact, targets of other widths and depths; what was measured with its own says nothing of them."""
+    drafter = DraftLM.create(DraftLMConfig(num_layers=1, hidden_size=16), tiny_target)
+    save_artifact(tmp_path / "a", drafter, tiny_target.identity, {"expected_accepted_length": [1.5]}, TREE)
+    save_tuning(tmp_path / "a", Tuning.of(tiny_target, costs(), used_nodes=2))
+    assert load_artifact(tmp_path / "a", tiny_target).tree_size == 2
+    other = random_target(5)
+    for target in (other, Target(random_model("Qwen2", num_hidden_layers=1), tiny_tokenizer(), name="wide")):
+        artifact = load_artifact(tmp_path / "a", target)
+        assert (artifact.shared, artifact.tuning, artifact.tree_size) == (True, None, TREE.size)
+        assert (artifact.identity.name, artifact.provenance.get("expected_accepted_length")) == ("tiny-random", None)
+        requests = requests_for(target, 2, 12)
+        found = decode(target, requests, DecodeSettings(ignore_eos=True), drafter=artifact.drafter, policy=Chain(2))
+        assert [one.tokens for one in found.generations] == [
+            native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
+    # Other words behind the ids; with equal weights or for a training that goes on they may differ.
+    edit(tmp_path / "a", target={**vars(tiny_target.identity), "tokens_hash": "f" * 32})
+    assert not load_artifact(tmp_path / "a", tiny_target).shared
+    with pytest.raises(UserError, match=r"tokens_hash f+, but the target here, random, has .*; a draft language model "
+                                        "drafts for every target of its own tokenizer and vocabulary: choose such"):
+        load_artifact(tmp_path / "a", other)
+    assert load_artifact(tmp_path / "a", other, retarget=True).shared
+    # One that reads states is bound to the target that gave them.
+    reads = DraftLM.create(DraftLMConfig(num_layers=1, depths=2, taps=()), tiny_target)
+    save_artifact(tmp_path / "b", reads, tiny_target.identity, {}, TREE)
+    with pytest.raises(UserError, match="num_layers 2, but the target here, random, has 5"):
+        load_artifact(tmp_path / "b", other)
 
 
 def test_damage_is_named(tmp_path: Path, tiny_target: Target) -> None:

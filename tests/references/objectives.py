@@ -32,6 +32,7 @@ def loss(name, p, q, ids, label, beta=0.5, eta=3.0):
         "jsd": lambda: beta * kl(own, middle) + (1 - beta) * kl(q, middle),
         "tvd": lambda: sum((x - y).abs() for x, y in zip(own, q, strict=True)) / 2,
         "hard_tvd": lambda: -0.1 * q[label].log() + 0.9 * sum((x - y).abs() for x, y in zip(own, q, strict=True)),
+        "hard_soft": lambda: -0.1 * q[label].log() - sum(x * y.log() for x, y in zip(own, q, strict=True)),
         "lk_alpha": lambda: -alpha(p, q, ids).log(),
         "lk_hybrid": lambda: share * kl(own, q) + (1 - share) * (1 - alpha(p, q, ids)),
     }[name]()

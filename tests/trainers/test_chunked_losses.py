@@ -20,7 +20,7 @@ SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]  # All exam
 
 WEIGHTS = (1.0, 0.8, 0.64)
 IDS = torch.arange(5, 95, 3)
-NAMES = ("hard", "argmax", "hard_tvd", "soft", "reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid")
+NAMES = ("hard", "argmax", "hard_tvd", "hard_soft", "soft", "reverse_kl", "jsd", "tvd", "lk_alpha", "lk_hybrid")
 
 
 def ragged(target: Target, lengths: tuple[int, ...] = (9, 4, 12)) -> Features:

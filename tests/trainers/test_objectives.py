@@ -131,6 +131,9 @@ def plain_weights(name: str, chances: list[float], valid: list[bool]) -> tuple[l
     """(weights, shares) of one place, by the sums of products of the formulas."""
     taken = [chance if there else 1.0 for chance, there in zip(chances, valid, strict=True)]
     steps, weights = range(len(taken)), []
+    if name == "cat":
+        weights = [float(math.prod(taken[:k]) * valid[k]) for k in steps]
+        return weights, weights
     for k in steps:
         total = 0.0
         for j in steps:
@@ -150,7 +153,7 @@ def plain_weights(name: str, chances: list[float], valid: list[bool]) -> tuple[l
     return [weight / count for weight in weights], [there / count for there in valid]
 
 
-@pytest.mark.parametrize("name", ["d_pace", "e2e"])
+@pytest.mark.parametrize("name", ["d_pace", "e2e", "cat"])
 def test_weights_equal_their_slow_twins(name: Any) -> None:
     torch.manual_seed(0)
     chances = torch.rand(40, 5, dtype=torch.float64)
@@ -206,7 +209,8 @@ def rows_of(target: Target, places: list[list[int]] | None) -> tuple[Features, D
 
 @pytest.mark.parametrize("left", [7, 0], ids=["reduced", "whole"])
 @pytest.mark.parametrize("places", [None, [[0, 3, 4, 7, 12], [2, 5, 6, 8, 9]]], ids=["all", "sampled"])
-@pytest.mark.parametrize(("objective", "paths"), [("hard", None), ("hard", "d_pace"), ("tvd", "e2e"), ("soft", None)])
+@pytest.mark.parametrize(("objective", "paths"), [("hard", None), ("hard", "d_pace"), ("tvd", "e2e"), ("soft", None),
+                                                  ("hard_soft", "cat")])
 def test_the_chunked_loss_equals_the_sum_over_places(objective: Any, paths: Any, places: Any, left: int,
                                                      tiny_target_f64: Target) -> None:
     """A token of seven is outside the reduced vocabulary: no step learns it, and no draft gets past it by the text."""
@@ -243,6 +247,8 @@ def test_the_chunked_loss_equals_the_sum_over_places(objective: Any, paths: Any,
                 losses[-1] = plain.loss(objective, p, q, ids, label)
             if paths == "d_pace":
                 chances[-1] = float(q[label].detach()) if learned[-1] else 0.0
+            elif paths == "cat":
+                chances[-1] = float(plain.inside(p, ids)[label]) if learned[-1] else 0.0
             elif learned[-1] or places is not None:
                 chances[-1] = float(plain.alpha(p, q, ids).detach())
         weights, shares = plain_weights(paths, chances, valid) if paths else (steps, steps)

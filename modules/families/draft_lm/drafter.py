@@ -135,6 +135,11 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         return {} if config.folder is None else {"model_in_folder": folder_digest(Path(config.folder))}
 
     @classmethod
+    def serves_all(cls, description: Mapping[str, Any]) -> bool:
+        """True for one that reads tokens alone."""
+        return description.get("taps") is None
+
+    @classmethod
     def create(cls, config: DraftLMConfig, target: Target, token_ids_Q: Tensor | None = None,
                start: Self | None = None) -> Self:
         """A new draft model for `target`, bound to it. Raises UserError if layers, folder, ids or start do not fit."""

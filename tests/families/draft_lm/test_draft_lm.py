@@ -406,6 +406,8 @@ def test_a_checkpoint_of_another_model_in_the_folder_is_refused(tiny_target: Tar
     ({"layers": (0,), "hidden_size": 16}, "hidden_size is set by layers"),
     ({"folder": "x", "num_layers": 2}, "num_layers is set by folder"),
     ({"mask_token_id": 3}, "has no effect with depths 1"),
+    ({"taps": (0,)}, r"taps \[0\] are read for mask tokens, and a draft with depths 1 reads tokens alone; set depths"),
+    ({"taps": (1, 0), "depths": 2}, r"ascending numbers of layers, got \[1, 0\]"),
 ])
 def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
@@ -417,6 +419,7 @@ def test_impossible_settings_are_refused(settings: dict[str, Any], told: str) ->
     ({"layers": (1, 0)}, "ascending"),
     ({"hidden_size": 24, "num_heads": 5}, "does not divide into 5 heads"),
     ({"depths": 2, "mask_token_id": 100}, "between 0 and 99, got 100"),
+    ({"depths": 2, "taps": (2,)}, "tap 2 would be the state after the last norm.*choose from 0 to 1"),
 ])
 def test_settings_that_do_not_fit_the_target_are_refused(
     settings: dict[str, Any], told: str, tiny_target: Target
