@@ -28,8 +28,9 @@ RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 TRAINING = sorted(file.stem for file in RECIPES.glob("*.yaml") if "\nfamily:" in file.read_text())
 """Recipes that name their family: those that extend another one by a correction do not."""
 METHODS = sorted(file.stem for file in RECIPES.glob("*.yaml") if "family" in read_recipe(str(file)))  # These and those
-APART = ("tiny", "quickstart", "quickstart_gpu", "mtp", "eagle3_domain", "eagle4")  # Those of them for one target
-WHOLE_LAYERS = ("fastdraft", "fastdraft_parallel", "hidden_transfer", "kangaroo", "prompt_tokens")
+APART = ("tiny", "quickstart", "quickstart_gpu", "mtp", "eagle3_domain", "eagle4", "fastdraft_text", "fastdraft_code")
+"""Those of them for one target, or for text of the user's own."""
+WHOLE_LAYERS = ("fastdraft", "fastdraft_parallel", "hidden_transfer", "kangaroo", "pard2", "prompt_tokens")
 """Methods that draft by layers of the target, which may not be recurrent."""
 ELSEWHERE = ["--target.device", "cuda"]  # Words with which a GPU is planned for that is not here
 LARGE = {"8b": (4096, 14336, 32, 32), "8b, short": (4096, 14336, 8, 32), "70b": (8192, 28672, 80, 64),

@@ -128,7 +128,8 @@ def test_a_target_replaces_all_that_the_embedded_one_sets() -> None:
 
 
 METHODS = sorted(file.stem for file in Path(recipe_path("tiny")).parent.glob("*.yaml")
-                 if "family" in read_recipe(str(file)) and file.stem not in ("tiny", "mtp", "eagle3_domain"))
+                 if "family" in read_recipe(str(file)) and file.stem not in (
+                     "tiny", "mtp", "eagle3_domain", "fastdraft_text", "fastdraft_code"))
 """Recipes of methods, which a target can follow."""
 TARGETS = {"eight_billion": "Llama-3.1-8B", "hybrid_9b": "Nemotron-Nano-9B", "seventy_billion": "Llama-3.3-70B"}
 """Targets, and a part of each one's name."""
