@@ -56,15 +56,11 @@ class Artifact:
     heads: Mapping[float, StoredHead] = field(default_factory=dict)
     """Acceptance heads by the temperature that they are calibrated for."""
     acceptance: Mapping[str, Any] = field(default_factory=dict)  # acceptance.json; empty where nothing was written
+    shared: bool = False  # Whether the target is another than its own, as a draft language model's may be
     weights_sha256: str = ""
     """Hash of the file of weights, by which exports and evaluations name it; empty for one that no folder holds."""
     _drafting: dict[tuple[str, int, float], Drafting] = field(  # By policy, rows and temperature of calls of `generate`
         default_factory=dict, init=False, repr=False, compare=False)
-
-    @property
-    def shared(self) -> bool:
-        """True where the target is not the one that it was trained for, as a draft language model's may be."""
-        return self.adapter is None and self.identity.weights_hash != self.target.identity.weights_hash
 
     @property
     def tree_size(self) -> int:
@@ -276,7 +272,7 @@ def load_artifact(folder: Path, target: Target, *, trust: bool = False, retarget
         stored.head.to(target.device)
     return Artifact(drafter=drafter, target=decoder, topology=topology, identity=identity, provenance=provenance,
                     tuning=None if shared else read_tuning(folder), adapter=adapter, heads=heads,
-                    weights_sha256=config["weights_sha256"],
+                    weights_sha256=config["weights_sha256"], shared=shared,
                     acceptance={} if shared else measured_files.read_acceptance(folder))
 
 

@@ -106,13 +106,13 @@ def two_rows(target: Target) -> PackedBatch:
 
 
 @pytest.mark.parametrize("name", others_long(
-    [name for name in CASES if name not in ("draft-lm-depths", "mtp", "mtp-reduced")]))
+    [name for name in CASES if name not in ("mtp", "mtp-reduced")]))
 def test_long_rows_learn_as_short_ones_do(name: str, tiny_target_f64: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mask tokens of draft models, and steps of a target's own head after the first one, keep the mask of all
-    positions."""
+    """Steps of a target's own head after the first one keep the mask of all positions."""
     module, batch = module_of(CASES[name], tiny_target_f64), two_rows(tiny_target_f64).to("cpu")
     expected = gradients(module, [batch])
     monkeypatch.setattr(DENSE, 0)
+    monkeypatch.setattr("draftsmith.modules.families.draft_lm.drafter.DENSE_LENGTH", 0)
     monkeypatch.setattr(Features, "visible", None)
     equal(gradients(module, [batch]), expected, largest=1.0)
 
@@ -209,7 +209,7 @@ def test_a_step_takes_less_memory(tiny_target: Target) -> None:
     assert peaks[1] < 0.8 * peaks[0]
 
 
-READING = {"draft-lm-depths": {"modules/parts/causal_drafter.py": 1},
+READING = {**{name: {"modules/parts/causal_drafter.py": 1} for name in ("draft-lm-depths", "draft-lm-taps")},
            **{name: {"modules/families/falcon/recurrence.py": 1} for name in CASES if name.startswith("falcon")}}
 """Reads of cases whose step waits: a pass is as wide as the most mask tokens that were drawn for a row, and a recurrent
 network takes as many steps as the longest segment has positions: many times the launches that the wait costs."""

@@ -173,6 +173,8 @@ def test_conditions_are_sentences_with_units(tmp_path: Path) -> None:
                  "5 own and 5 handwritten", "4,096 tokens, 83.4% of those in held-out answers",
                  "3 held-out answers end in a loop, with 2.31 tokens per pass there"):
         assert f"<dd>{said}</dd>" in page, said
+    shared = html.unescape(write_report(tmp_path, run, replace(made, shared=True))["html"].read_text())
+    assert "<dd>t (cafe01), another target of the same tokenizer and vocabulary</dd>" in shared
     for name, drafted in (("medusa", "the policy static, next to prompt_lookup"), ("prompt_lookup", "prompt_lookup")):
         settings = asdict(EvaluateConfig(baselines=("prompt_lookup",)))
         header = run.header | {"artifacts": {name: ""}, "settings": settings}
