@@ -189,7 +189,7 @@ def test_a_release_is_built_and_the_commands_are_only_printed(released: Path, tm
     ("pyproject.toml", 'version = "0.1.0"', 'version = "0.2.0"',
      r"'## \[0.1.0\] - 2026-12-01', and pyproject.toml has version 0.2.0; make it '## \[0.2.0\] - \d{4}-\d\d-\d\d'"),
     ("CHANGELOG.md", "2026-12-01", "unreleased", r"'## \[0.1.0\] - unreleased', and .* make it '## \[0.1.0\] - \d"),
-    ("CHANGELOG.md", "2026-12-01", "2026-12-32", r"'## \[0.1.0\] - 2026-12-32' in CHANGELOG.md has no day of the calend"),
+    ("CHANGELOG.md", "2026-12-01", "2026-12-32", "2026-12-32' in CHANGELOG.md has no day of the calendar"),
     ("CHANGELOG.md", "## [0.1.0]", "## [Unreleased]\n\n## [0.1.0]", r"'## \[Unreleased\]', and .* make it"),
     ("CITATION.cff", "version: 0.1.0", "version: 0.0.9", "version 0.0.9, and pyproject.toml 0.1.0; make them equal"),
     ("Makefile", "# make setup", "# make the setup", "'Makefile' is not committed; commit, remove or ignore it"),

@@ -282,7 +282,7 @@ def visible(features: Features, slots: Slots) -> Tensor:
     return torch.cat([torch.cat([text_BLL, unseen_BLS], dim=2), torch.cat([own_BSL, chain_BSS], dim=2)], dim=1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class TextAndSlots(Segments):
     """Long training rows followed by their mask tokens, which see what `visible` says, without that mask: it would grow
     with the square of both. Mask tokens go through in blocks, each with the keys up to its last anchor."""
@@ -297,7 +297,8 @@ class TextAndSlots(Segments):
         """The sight of a batch and its mask tokens; the host waits for where they are."""
         text, rows = Segments.of(features), zip(slots.anchors_BS.cpu(), slots.real_BS.cpu(), strict=True)
         anchors = tuple(tuple(anchors_S[real_S].tolist()) for anchors_S, real_S in rows)
-        return cls(text.lengths, text.padding, features, slots, positions_BM, anchors)
+        return cls(text.lengths, text.padding, features=features, slots=slots, positions_BM=positions_BM,
+                   anchors=anchors)
 
     def attend(self, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNX: Tensor, form: AttentionForm) -> Tensor:
         """Attention output [B, H, N, X] of text and mask tokens; zero at padding."""

@@ -47,6 +47,9 @@ class PEagleConfig(Eagle3Config):
         if self.norm_output:
             raise UserError("norm_output is true, but no guess of a P-EAGLE drafter reads the state of another; leave "
                             "it out")
+        if self.head_rank is not None:
+            raise UserError(f"head_rank is {self.head_rank}, and a P-EAGLE drafter runs its output layer once a draft; "
+                            "leave it out, or train eagle3")
 
 
 class PEagle(Eagle3):
