@@ -37,13 +37,6 @@ def shifted(folder: Path) -> None:
     path.write_text(json.dumps(config))
 
 
-def unwindowed(folder: Path) -> None:
-    """Leave out that the layers have a window."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({key: value for key, value in config.items() if key != "layer_types"}))
-
-
 def rolled(folder: Path) -> None:
     """Give every row of a matrix the scale of the row before it."""
     path = folder / "model.safetensors"
@@ -86,12 +79,6 @@ VLLM_CASES = (
     Case(name="eagle3, other norms", layout="eagle", asked=THIRD),
     Case(name="eagle3, two layers", layout="eagle", asked=THIRD),
     Case(name="eagle3, narrow", layout="eagle", asked=THIRD),
-    Case(name="eagle3, window", layout="eagle", asked=THIRD),
-    Case(name="eagle3, window", layout="eagle", asked=THIRD, wrong="the layers see the whole text", change=unwindowed),
-    Case(name="eagle3, norms of heads", layout="eagle", asked=THIRD),
-    Case(name="eagle3, norms of heads", layout="speculators"),
-    Case(name="draft_lm, window", layout="huggingface", asked=DRAFT),
-    Case(name="block, DFlash, window", layout="dflash", asked=FLASH),
     Case(name="eagle3", layout="speculators", asked=THIRD),
     Case(name="eagle3", layout="speculators", weights="int8", least=ROUNDED),
     Case(name="eagle3", layout="speculators", wrong=SHIFTED, change=shifted),

@@ -406,7 +406,6 @@ STATED: list[tuple[dict[str, Any], bool, dict[str, bool], bool | str]] = [
 """(what a configuration states, whether its layers have a window, what engines make of it, what the import does)."""
 
 
-@pytest.mark.filterwarnings("ignore:.*sliding_window")
 @pytest.mark.parametrize(("stated", "window", "engines", "own"), STATED)
 def test_engines_differ_in_what_they_make_of_a_configuration(
     tmp_path: Path, target: Target, checkpoint: Callable[[str], Path], stated: dict[str, bool], window: bool,
@@ -419,7 +418,7 @@ def test_engines_differ_in_what_they_make_of_a_configuration(
     inside |= {"is_causal": stated["inner is_causal"]} if "inner is_causal" in stated else {}
     config = {key: value for key, value in config.items() if key != "is_causal"} | {"dflash_config": inside}
     config |= {"is_causal": stated["is_causal"]} if "is_causal" in stated else {}
-    config["layer_types"] = ["sliding_attention" if window else "full_attention"] * 2
+    config |= {"layer_types": ["sliding_attention" if window else "full_attention"] * 2, "sliding_window": 64}
     assert {engine: reader(config, 1) for engine, reader in CAUSAL.items() if engine in engines} == engines
     (folder / "config.json").write_text(json.dumps(config))
     if isinstance(own, str):

@@ -104,7 +104,12 @@ def test_replayed_rounds_decode_the_same_with_every_family(tiny_target_f64: Targ
 def test_rings_come_round_in_replayed_rounds(tiny_target_f64: Target, name: str, records: Records,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     rings, taken = list[RowCache](), RowCache.take_all
-    monkeypatch.setattr(RowCache, "take_all", lambda cache: (rings.append(cache), taken(cache)))
+
+    def take_all(cache: RowCache) -> None:
+        rings.append(cache)
+        taken(cache)
+
+    monkeypatch.setattr(RowCache, "take_all", take_all)
     check(both(tiny_target_f64, drafted(name, StaticTree(WIDE)), records, lengths=(150, 90)), records)
     ring, = (cache for cache in rings if cache.newest is not None)
     assert 2 * ring.capacity < 150

@@ -95,7 +95,7 @@ def held(cache: RowCache) -> int:
 
 
 def test_the_memory_of_a_draft_at_32k_tokens_is_that_at_the_window() -> None:
-    block, bytes_at = DecoderBlock(SHAPE), {}
+    block, bytes_at = DecoderBlock(SHAPE), dict[int, tuple[int, int]]()
     rows, all_of_it = (BlockRows(1, 1, 32_768 + 64, CPU, window=window) for window in (1024, None))
     chunk = torch.randn(1, 512, 16)
     with torch.inference_mode():
