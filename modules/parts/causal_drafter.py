@@ -297,13 +297,13 @@ class TextAndSlots(Segments):
         """The sight of a batch and its mask tokens; the host waits for where they are."""
         text, rows = Segments.of(features), zip(slots.anchors_BS.cpu(), slots.real_BS.cpu(), strict=True)
         anchors = tuple(tuple(anchors_S[real_S].tolist()) for anchors_S, real_S in rows)
-        return cls(text.lengths, text.padding, features=features, slots=slots, positions_BM=positions_BM,
-                   anchors=anchors)
+        return cls(lengths=text.lengths, padding=text.padding, features=features, slots=slots, anchors=anchors,
+                   positions_BM=positions_BM)
 
     def attend(self, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNX: Tensor, form: AttentionForm) -> Tensor:
         """Attention output [B, H, N, X] of text and mask tokens; zero at padding."""
         length = self.features.tokens_BL.shape[1]
-        text = attend_inside(*(states[:, :, :length] for states in (query_BHNE, key_BGNE, value_BGNX)), self, form)
+        text = attend_inside(query_BHNE[:, :, :length], key_BGNE[:, :, :length], value_BGNX[:, :, :length], self, form)
         found = [text.new_zeros(*text.shape[1:2], query_BHNE.shape[2] - length, text.shape[3]) for _ in self.anchors]
         for row, anchors in enumerate(self.anchors):
             ends, blocks = [*accumulate(self.lengths[row])], []
