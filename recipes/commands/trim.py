@@ -150,7 +150,7 @@ class Trimming:
         return made.to(dtype=next(drafter.parameters()).dtype), covered
 
     def measured(self, entries: int) -> Size:
-        """What held-out answers say of so many entries, and the seconds of their steps on this machine."""
+        """Figures of so many entries: their tokens per pass on held-out answers, and seconds of steps here."""
         drafter, covered = self.draft(entries)
         draft = searched(drafter, self.decoder, self.shown, self.nodes)
         nodes = sorted({*(size for size in SIZES if size < draft.topology.size), draft.topology.size})
