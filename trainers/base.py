@@ -3,7 +3,7 @@
 The loss of an optimizer step is one weighted mean over all its micro-batches on all ranks. Its count is known only
 after the last of them, so each micro-batch back-propagates its *sum*, and the gradient is divided by the reduced count
 just before it is clipped. Padding, packing, accumulation and world size change nothing, but for the weight of choices
-among candidates, which is found in each batch.
+among candidates under ZeRO, which is found in each batch.
 
 Shapes: B rows, L positions, D hidden size, K draft steps, C columns of sums, V vocabulary."""
 
@@ -27,7 +27,7 @@ from ..modules.interfaces.proposer import JudgesGuesses
 from ..modules.target.draft_vocabulary import choose, draft_index
 from .checkpoints import KINDS, Clock, FinishedStep, TrainingCurve, peak_memory_bytes, require_same_settings
 from .chunked_losses import VocabularyLoss
-from .objectives import NEEDS_MASS, BatchLoss, Teacher, describe, weighted_mean_loss
+from .objectives import NEEDS_MASS, BatchLoss, Teacher, balance, describe, weighted_mean_loss
 from .optimizers import optimizer_for, time_leads, warmup_cosine
 from .train_config import WARMUP_SHARE, ZERO_STAGES, Start, TrainConfig, decisive_settings, train_config, with_offsets
 from .zero_drafter import ZeroDrafter, whole_state
@@ -83,6 +83,9 @@ class DraftModule(L.LightningModule):
         self.unread: list[FinishedStep] = []  # Finished steps whose figures are still to be read, in order
         self.whole: tuple[Drafter, ...] = ()  # A copy of a drafter whose weights are split among processes
         self._pending: BatchLoss | None = None
+        self.gathers = False  # Whether the running step is of several micro-batches, whose choices are gathered
+        self._choices: tuple[int, list[Tensor | None]] = 0, []
+        """Number of a draft's choices, and the gradient of their losses so far in the running step, by weight."""
         self._learned = 0.0
         self.token_counts = token_counts  # How often each token is a label, [V]; None where nothing was counted
         self.draft_ids_Q: Tensor | None = None  # Ids of the reduced draft vocabulary
@@ -203,8 +206,16 @@ class DraftModule(L.LightningModule):
                                            for weight in self.drafter.output_parameters(step))),
             chunk_elements=self.chunk_elements,
             objective=objective, teacher=teacher, feature_weight=self.config.feature_weight,
-            paths=paths if isinstance(paths, str) else None, confidence=judge, imitated=self.drafter.imitated)
+            paths=paths if isinstance(paths, str) else None, confidence=judge,
+            gather=self._gather if self.gathers else None, imitated=self.drafter.imitated)
         return loss(drafts, features, None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size))
+
+    def _gather(self, chosen: Tensor, choices: int) -> None:
+        """Add the gradient of the losses of choices, whose weight is known after the last micro-batch of the step."""
+        found = torch.autograd.grad(chosen, list(self.parameters()), retain_graph=True, allow_unused=True)
+        before = self._choices[1] or [None] * len(found)
+        self._choices = choices, [one if other is None else other if one is None else one + other
+                                  for one, other in zip(before, found, strict=True)]
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
         """Seed the micro-batch by the run's seed and its number among those of all processes, so that a resumed run
@@ -223,11 +234,13 @@ class DraftModule(L.LightningModule):
             batch = with_offsets(self.encoded(batch), limit=self._largest_offset, highest=highest)
         # Without states: tokens say which row it was, and states would be kept for a whole step.
         self.batches.append((batch_idx, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
+        several = self.config.accumulate * self.trainer.world_size
+        self.gathers = several > 1 and not isinstance(self.trainer.strategy, ZeroDrafter)
         learned, before = self.loss(batch), self._pending
         sums_KC = learned.sums_KC if before is None else before.sums_KC + learned.sums_KC
         # The graph of a micro-batch ends with its own backward pass; only figures are carried on.
         self._pending = learned._replace(total=learned.total.detach(), sums_KC=sums_KC)
-        return learned.total * (self.config.accumulate * self.trainer.world_size)
+        return learned.total * several
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the summed gradient by the count, before clipping. Raises UserError at a wrong loss."""
@@ -236,6 +249,14 @@ class DraftModule(L.LightningModule):
         # Not read here: on an accelerator the host would wait for all its work at every step.
         pending, self._pending = self._pending, None
         sums_KC = self.trainer.strategy.reduce(pending.sums_KC, reduce_op="sum")
+        (choices, gathered), self._choices = self._choices, (0, [])
+        if choices:
+            factor = balance(sums_KC, pending.weights, choices)
+            for parameter, own in zip(self.parameters(), gathered, strict=True):
+                if own is not None:
+                    # All processes have one of the same weights: those that the drafter's choices read.
+                    added = self.trainer.strategy.reduce(own, reduce_op="sum") * factor.to(own)
+                    parameter.grad = added if parameter.grad is None else parameter.grad.add_(added)
         self.unread.append(FinishedStep(
             number=self.global_step + 1, learned=pending._replace(sums_KC=sums_KC),
             learning_rate=optimizer.param_groups[0]["lr"], batches=tuple(self.batches)))

@@ -25,11 +25,11 @@ from .objectives import (
     Teacher,
     TeacherOutput,
     accepted,
+    balance,
     objective_loss,
     path_weights,
     rank_hits,
     weighted,
-    weighted_mean_loss,
 )
 
 CHUNK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
@@ -122,6 +122,9 @@ class VocabularyLoss:
     imitated: Callable[[Tensor], Tensor] | None = None
     """Logits [..., Q] for draft states [..., D] whose distribution is learned in place of the target's."""
     chunk_elements: int | None = None  # Logits in memory at once; None takes the device's CHUNK_ELEMENTS
+    gather: Callable[[Tensor, int], None] | None = None
+    """Is given the weighted sum of losses of a draft's choices, differentiable, and their number, in a step of several
+    batches: these are balanced once all are counted (`objectives.balance`), and the total leaves them out."""
 
     def __call__(self, drafts: Drafts, features: Features, index_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return (total, sums_KC): the weighted sum of losses, differentiable, and the sums of `COLUMNS`.
@@ -134,8 +137,12 @@ class VocabularyLoss:
         rows = _Rows(self, supervision, drafts, None if self.teacher is None else features.final().flatten(0, 1))
         if self.paths is not None:
             rows.weigh(self.paths, hidden_NKD.detach())
-        total, sums_KC = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
+        chosen, total, sums_KC = _ChunkedSum.apply(  # type: ignore[no-untyped-call]
             rows, torch.is_grad_enabled(), hidden_NKD, *self.parameters)
+        if drafts.choices and self.gather is None:
+            total = total + balance(sums_KC, self.weights, drafts.choices).to(total) * chosen
+        elif drafts.choices and self.gather is not None:
+            self.gather(chosen, drafts.choices)
         if not self.feature_weight:
             return total, sums_KC
         apart = drafts.estimated_BLKD
@@ -289,19 +296,6 @@ class _Rows:
         sums_C[COLUMNS.index("missed")] += (valid_N & ~read.valid_N).sum()
         return loss, sums_C
 
-    def balance(self, sums_KC: Tensor) -> Tensor | float:
-        """Scale losses and divisors of the choices, in place, so that their mean counts as their first weight next to
-        the mean of the other steps, however few labels are candidates; returns the factor. It is that of a batch: a
-        step of several batches has the mean of theirs."""
-        if not (choices := self.drafts.choices):
-            return 1.0
-        weights, shares_K = self.loss.weights, sums_KC[:, COLUMNS.index("share")]
-        own, others = (weighted(shares_K[part], weights[part]) for part in (slice(choices), slice(choices, None)))
-        factor = torch.where(own > 0, weights[0] * others / own, 0.0)
-        for name in ("loss", "share"):
-            sums_KC[:choices, COLUMNS.index(name)] *= factor
-        return factor
-
 
 Judged = tuple[Tensor, Tensor]  # (a drafter's logit of the acceptance of each guess, where it learns that), [N] each
 
@@ -339,7 +333,7 @@ class _ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: _Rows, learns: bool, hidden_NKD: Tensor, *parameters: nn.Parameter
-                ) -> tuple[Tensor, Tensor]:
+                ) -> tuple[Tensor, Tensor, Tensor]:
         # Gradients are made here, where the logits are: backward only scales them.
         gradient_NKD = torch.zeros_like(hidden_NKD)
         # Of the choices, and of the other steps.
@@ -362,18 +356,24 @@ class _ChunkedSum(torch.autograd.Function):
                 kind = int(step >= rows.drafts.choices)
                 owned[kind] = [part if total is None else total if part is None else total.add_(part)
                                for total, part in zip(owned[kind], found[1:], strict=True)]
-        factor = rows.balance(sums_KC)
-        gradient_NKD[:, : rows.drafts.choices] *= factor
-        parts = [[None if part is None else part * factor for part in owned[0]], owned[1]]
-        complete = [torch.zeros_like(weight) if one is None and other is None else other if one is None else one
-                    if other is None else one + other for weight, one, other in zip(parameters, *parts, strict=True)]
         # DDP waits for a gradient of every trained weight, also where a rank has no label.
-        ctx.save_for_backward(gradient_NKD, *complete)
+        owned[1] = [torch.zeros_like(weight) if one is None and other is None else other
+                    for weight, one, other in zip(parameters, *owned, strict=True)]
+        ctx.choices = rows.drafts.choices
+        ctx.save_for_backward(gradient_NKD, *owned[0], *owned[1])
         ctx.mark_non_differentiable(sums_KC)
         wide = torch.promote_types(hidden_NKD.dtype, torch.float32)
-        return weighted_mean_loss(sums_KC, rows.loss.weights)[0].to(wide), sums_KC
+        losses_K, weights = sums_KC[:, COLUMNS.index("loss")], rows.loss.weights
+        parts = [weighted(losses_K[part], weights[part]) if weights[part] else losses_K.new_zeros(())
+                 for part in (slice(ctx.choices), slice(ctx.choices, None))]
+        return parts[0].to(wide), parts[1].to(wide), sums_KC
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, *(gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors))
+    def backward(ctx: Any, chosen: Tensor, others: Tensor, _sums: Tensor) -> tuple[Tensor | None, ...]:
+        gradient_NKD, *owned = ctx.saved_tensors
+        half, steps = len(owned) // 2, gradient_NKD.shape[1]
+        summed = [other * others if one is None else one * chosen if other is None else one * chosen + other * others
+                  for one, other in zip(owned[:half], owned[half:], strict=True)]
+        scale_K = torch.cat([chosen.expand(ctx.choices), others.expand(steps - ctx.choices)])
+        return None, None, gradient_NKD * scale_K[:, None].to(gradient_NKD.dtype), *summed

@@ -272,6 +272,18 @@ def weighted(values_K: Tensor, weights_K: Sequence[float]) -> Tensor:
     return torch.stack([weight * value for weight, value in zip(weights_K, values_K.unbind(), strict=True)]).sum()
 
 
+def balance(sums_KC: Tensor, weights_K: Sequence[float], choices: int) -> Tensor:
+    """Scale losses and divisors of the first steps, the choices among candidates, in place, so that their mean counts
+    as their first weight next to the mean of the other steps, however few labels are candidates; returns the factor.
+    The sums are those of a whole optimizer step."""
+    shares_K = sums_KC[:, COLUMNS.index("share")]
+    own, others = (weighted(shares_K[part], weights_K[part]) for part in (slice(choices), slice(choices, None)))
+    factor = torch.where(own > 0, weights_K[0] * others / own, 0.0)
+    for name in ("loss", "share"):
+        sums_KC[:choices, COLUMNS.index(name)] *= factor
+    return factor
+
+
 def describe(sums_KC: Tensor, weights_K: Sequence[float], offsets: Sequence[int]) -> dict[str, float]:
     """Figures by name from the sums of one optimizer step or one held-out set.
 

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import Drafts, Features, Medusa, MedusaConfig, Target, UserError
+from draftsmith.modules import (
+    BlockDraft,
+    BlockDraftConfig,
+    Drafter,
+    Drafts,
+    Features,
+    Medusa,
+    MedusaConfig,
+    Target,
+    UserError,
+)
 from draftsmith.modules.target.loading.model_parts import hash_weights
 from draftsmith.trainers import DraftModule, FitResult, TrainConfig, draft_module, fit, train_config
 from draftsmith.trainers.objectives import weighted_mean_loss
@@ -101,10 +111,20 @@ def test_signals_are_given_back_after_a_training_and_after_an_error(target: Targ
     assert [signal.getsignal(number) for number in numbers] == before
 
 
-def test_accumulated_micro_batches_equal_one_batch(target: Target, tmp_path: Path) -> None:
-    """Their counts of labels differ, so that a mean of means would differ; both are clipped."""
-    train(target, tmp_path / "one", config(clip=0.05), CycleData(merge=3))
-    train(target, tmp_path / "three", config(clip=0.05, accumulate=3))
+CHOOSING = train_config(BlockDraft)(
+    max_steps=3, lr=1e-2, warmup_steps=1, validate_every=3, validation_nodes=4, checkpoint_every=3, objective="soft",
+    precision="32-true", accelerator="cpu", clip=0.05, drafter=BlockDraftConfig(
+        block_size=3, num_layers=1, aligned="same", causal=False, correction="selector", rank=4))
+
+
+@pytest.mark.parametrize(("drafter", "settings"), [(Medusa, config(clip=0.05)), (BlockDraft, CHOOSING)])
+def test_accumulated_micro_batches_equal_one_batch(drafter: type[Drafter], settings: TrainConfig, target: Target,
+                                                   tmp_path: Path) -> None:
+    """Their counts of labels differ, so that a mean of means would differ; both are clipped. So do their shares of
+    labels that are candidates."""
+    kind = draft_module(drafter)
+    train(target, tmp_path / "one", settings, CycleData(merge=3), kind)
+    train(target, tmp_path / "three", dataclasses.replace(settings, accumulate=3), kind=kind)
     one, three = weights(tmp_path / "one"), weights(tmp_path / "three")
     for name, tensor in one.items():
         torch.testing.assert_close(three[name], tensor, atol=2e-5, rtol=1e-4)
