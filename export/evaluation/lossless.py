@@ -112,8 +112,9 @@ class NativeReading:
     them."""
 
     def __init__(self, target: Target, prompt: Sequence[int], answer: Sequence[int],
-                 settings: DecodeSettings = PLAIN_SETTINGS) -> None:
+                 settings: DecodeSettings = PLAIN_SETTINGS, longest: int | None = None) -> None:
         self._target, self._prompt, self._answer = target, list(prompt), list(answer)
+        self._longest = len(prompt) + (longest or len(answer) + 1)
         self._penalty = settings.repetition_penalty
         tokens_1N = torch.tensor([[*prompt, *answer]], device=target.device)
         with torch.no_grad(), target.native() as model:
@@ -132,8 +133,11 @@ class NativeReading:
         found, biases, device = LogitsProcessorList(), self._target.biases, str(self._target.device)
         if biases.added:
             found.append(native.SequenceBiasLogitsProcessor([[[token], value] for token, value in biases.added]))
+        before, after = biases.processors(self._longest, device)
+        found.extend(before)
         if self._penalty != 1.0:
             found.append(native.RepetitionPenaltyLogitsProcessor(self._penalty))
+        found.extend(after)
         if biases.least_tokens and self._target.eos_ids:
             found.append(native.MinNewTokensLengthLogitsProcessor(prompt, biases.least_tokens,
                                                                   list(self._target.eos_ids), device))
@@ -223,10 +227,11 @@ class Judge:
         if place is None:
             return Comparison(divergence=None)
         # The answers have other texts from here on. All that follows is judged by the model's logits of this text.
-        reading = NativeReading(self.target, request.tokens, answer, self.settings)
+        reading = NativeReading(self.target, request.tokens, answer, self.settings, request.max_new_tokens)
         gap = float(reading.gaps(answer[place:]).max())
         # If the two tokens are the target's two best, as in every tie of two, their gap is the top-2 gap.
-        ends_there = NativeReading(self.target, request.tokens, [*answer[:place], reference[place]], self.settings)
+        ends_there = NativeReading(self.target, request.tokens, [*answer[:place], reference[place]], self.settings,
+                                   request.max_new_tokens)
         gap = max(gap, float(ends_there.gaps(reference[place : place + 1])[0]))
         return Comparison(divergence=place, gap=gap if math.isfinite(gap) else None, near_tie=gap < reading.slack,
                           slack=reading.slack)
@@ -243,7 +248,7 @@ class Judge:
         Methods whose drafts are right draw the same answers, which are read once."""
         key = request, tuple(answer)
         if key not in self._drawn and answer:
-            reading = NativeReading(self.target, request.tokens, answer, self.settings)
+            reading = NativeReading(self.target, request.tokens, answer, self.settings, request.max_new_tokens)
             # The loop takes one number of the stream a token, so the place in the answer is that in the stream.
             uniforms = uniform_stream(self.settings.seed, request.index, len(answer)).tolist()
             doubtful = [place for start in range(0, len(answer), PLACES) for place in self._outside(
@@ -321,7 +326,7 @@ def positions(target: Target, request: Request, answer: Sequence[int], settings:
 
     A token that the filters leave no probability is at IMPOSSIBLE, and so is one after an end token, or the one that is
     missing where an answer ends too early."""
-    logits_TV = NativeReading(target, request.tokens, answer, settings).logits_TV
+    logits_TV = NativeReading(target, request.tokens, answer, settings, request.max_new_tokens).logits_TV
     probs_TV = law(logits_TV, request.temperature, settings).double()
     answer_T1 = torch.tensor(answer, device=probs_TV.device)[:, None]
     own_T1 = probs_TV.gather(-1, answer_T1)

@@ -6,17 +6,20 @@ Shapes: B rows, L tokens of the longest prompt, T tokens of the longest answer."
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation import logits_process as native
 
 from ..errors import UserError
 from ..interfaces.proposer import Proposer
 from ..policies.base import Policy
-from ..target.loading.generation_defaults import refused_settings, sampling_defaults
+from ..target.loading.generation_defaults import TokenBiases, refused_settings, sampling_defaults
 from ..target.model import Target
+from .constraints import Processor
 from .loop import Loop, Observer
 from .recorders import StateRecorder
 from .requests import DecodeResult, DecodeSettings, DecodeStats, Generation, Request
@@ -68,7 +71,9 @@ def stream(target: Verifier, request: Request, settings: DecodeSettings, *, draf
         stats.add(loop.stats)
 
 
-_TAKEN = {"input_ids", "attention_mask", "generation_config", "tokenizer"}  # No settings of a generation config
+_TAKEN = {"input_ids", "attention_mask", "generation_config", "tokenizer", "logits_processor"}
+"""Arguments that are no settings of a generation config."""
+_WARPERS = (native.TemperatureLogitsWarper, native.TopKLogitsWarper, native.TopPLogitsWarper, native.MinPLogitsWarper)
 
 
 def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Policy]], inputs: Tensor | None,
@@ -102,7 +107,8 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
 
     # transformers passes a callable neither the streamer nor any argument that its own loop does not name; the closure
     # knows them. Other names of parameters here would take arguments away from its preparation.
-    def answer(model: Any, input_ids: Tensor, *, generation_config: Any, **model_kwargs: Any) -> Tensor:
+    def answer(model: Any, input_ids: Tensor, *, generation_config: Any, logits_processor: Any,
+               **model_kwargs: Any) -> Tensor:
         _refuse(vars(generation_config))
         defaults = sampling_defaults(generation_config, generation_config.eos_token_id, target.vocab_size,
                                      input_ids.shape[1])
@@ -112,8 +118,15 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
             raise UserError("a prompt has padding or a gap after its first token (attention_mask); put the padding on "
                             "the left (padding_side='left' of the tokenizer)")
         room = generation_config.max_length - input_ids.shape[1]
-        requests = [Request(tuple(row_L[mask_L.bool()].tolist()), index, room, defaults.temperature)
-                    for index, (row_L, mask_L) in enumerate(zip(input_ids, mask_BL, strict=True))]
+        prompts = [tuple(row_L[mask_L.bool()].tolist()) for row_L, mask_L in zip(input_ids, mask_BL, strict=True)]
+        requests = [Request(prompt, index, room, defaults.temperature) for index, prompt in enumerate(prompts)]
+        if own := list(given.get("logits_processor") or ()):
+            # A call's own processor stands in for transformers' of its kind: all of them are taken as they stand.
+            kept = [one for one in logits_processor if type(one) not in _WARPERS or any(one is mine for mine in own)]
+            requests = [replace(one, processors=tuple(_of_row(each, row_L[: len(row_L) - len(one.tokens)])
+                                                      for each in kept))
+                        for one, row_L in zip(requests, input_ids, strict=True)]
+            defaults = replace(defaults, biases=TokenBiases(), repetition_penalty=1.0)
         # From torch's own random numbers, so that torch.manual_seed decides as it does in `generate`.
         seed = int(torch.randint(2**63 - 1, ())) if defaults.temperature else 0
         settings = DecodeSettings.as_generate(
@@ -141,6 +154,20 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
 
     sequences: Tensor = target.model.generate(inputs, streamer=streamer, custom_generate=answer, **given)
     return sequences
+
+
+def _of_row(processor: Processor, padding_L: Tensor) -> Processor:
+    """A processor of a batch as it treats one row, with the padding that it sees before the row's text."""
+    if isinstance(processor, native.RepetitionPenaltyLogitsProcessor):
+        # The batch's own leaves the padding of each row out.
+        return native.RepetitionPenaltyLogitsProcessor(processor.penalty)
+    if len(padding_L) == 0:
+        return processor
+
+    def padded(text_1L: Tensor, logits_1V: Tensor) -> Any:
+        return processor(torch.cat([padding_L[None], text_1L], dim=1), logits_1V)
+
+    return padded
 
 
 def _refuse(settings: Mapping[str, Any], unknown: list[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from ..verification.acceptance_rules import Accepted
 from ..verification.sampling import SamplingSetting, log_probabilities
 from .recorded_rounds import Flight, RecordedRounds, Wanted, give_back, recorder_of, taken
 from .recorders import DeviceTimer, StateRecorder
-from .requests import DecodeSettings, DecodeStats, Generation, Request, first_stop, shared_prefix
+from .requests import DecodeSettings, DecodeStats, Generation, Request, first_stop, room_for, shared_prefix
 from .rounds import Batch, Round, ahead_states, read
 from .verifier import Verifier, message
 
@@ -61,7 +61,7 @@ class Loop:
         self._admit(list(requests))
         self.stats = DecodeStats(lossless=settings.lossy is None)
         self.slots: list[Generation] = []
-        size = policy.max_size if policy is not None else 1
+        size = (policy.max_size if policy is not None else 1) + room_for(self.waiting)
         nodes = size if drafter is None else size * (1 + drafter.virtual_nodes)
         longest = max((len(r.tokens) + r.max_new_tokens for r in self.waiting), default=0)
         places = max((r.max_new_tokens for r in self.waiting), default=0) + size
@@ -74,7 +74,7 @@ class Loop:
             taps = drafter.taps
         # A drafter must see every prompt token, so only plain decoding reads a common start once.
         prefix = shared_prefix([r.tokens for r in self.waiting], settings.prefill_chunk) if drafter is None else ()
-        record = recorder_of(target, settings.graphs) if count else ""
+        record = recorder_of(target, settings, self.waiting) if count else ""
         self.recorded: RecordedRounds | None = None
         with self._layers():
             if not isinstance(record, str):
@@ -194,7 +194,7 @@ class Loop:
             repeated = next(index for index in indices if indices.count(index) > 1)
             raise UserError(f"several requests have the index {repeated}; give each request of a run its own")
         for request in requests:
-            if error := request.fault(self.target.context_length, self.target.vocab_size):
+            if error := request.fault(self.target.context_length, self.target.vocab_size, self.target.device):
                 self.refused.append(Generation(request, finish="error", error=error))
             else:
                 self.waiting.append(request)

@@ -9,7 +9,7 @@ The host needs no number of a replayed round to launch the next one, so it reads
 import functools
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +26,7 @@ from ..target.kv_cache import MANY_SLOTS, RowCache
 from ..target.model import Target
 from ..target.target_rows import TargetRows
 from .recorders import DeviceTimer
-from .requests import DecodeSettings
+from .requests import DecodeSettings, Request
 from .rounds import Batch, Round, read
 from .verifier import Verifier
 
@@ -41,11 +41,14 @@ _FEW_ROWS = 8  # Most rows of which a batch has as many as the next power of two
 MOST_KEPT, KEPT_SHARE = 8, 0.25  # Batches that a target keeps, and the share of its device's memory that they may take
 
 
-def recorder_of(target: Verifier, asked: bool | None) -> Recorder | str:
+def recorder_of(target: Verifier, settings: DecodeSettings, requests: Iterable[Request] = ()) -> Recorder | str:
     """The recorder of the rounds of a target, or the reason why they cannot be recorded; "" where nobody wants that. By
     default they are wanted on every device but a CPU."""
-    if asked is False or (asked is None and target.device.type == "cpu"):
+    if settings.graphs is False or (settings.graphs is None and target.device.type == "cpu"):
         return ""
+    biases = target.biases if settings.biases is None else settings.biases
+    if biases != biases.alone or any(request.processors or request.grammar for request in requests):
+        return "processors and grammars look at the texts on the host"
     if not isinstance(target, Target):
         return "stored text is read in place of a target"
     if target.placement.spread:

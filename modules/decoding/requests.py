@@ -2,14 +2,17 @@
 it."""
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
+
+import torch
 
 from ..errors import UserError
 from ..target.loading.generation_defaults import GenerationDefaults, TokenBiases
 from ..verification.acceptance_rules import Rule
 from ..verification.sampling import TEMPERATURES, is_temperature
+from .constraints import MOST_FORCED, Grammar, Processor, fault_of
 
 Finish = Literal["eos", "length", "stop", "error"]
 
@@ -23,8 +26,10 @@ class Request:
     max_new_tokens: int  # Most tokens to emit
     temperature: float = 0.0  # 0 is greedy; else from 0.001 to 1000, where float32 keeps what it stands for
     least: int = 0  # Tokens that it gets whatever a deadline says
+    processors: tuple[Processor, ...] = ()  # Applied at each node, after the repetition penalty
+    grammar: Grammar | None = None  # The form of the answer; None leaves it free
 
-    def fault(self, context_length: int, vocab_size: int) -> str:
+    def fault(self, context_length: int, vocab_size: int, device: torch.device) -> str:
         """The error of this request, in a sentence that names it; empty for a sound one."""
         total = len(self.tokens) + self.max_new_tokens
         if not 0 <= self.index < 2**63:
@@ -41,7 +46,13 @@ class Request:
         if total > context_length:
             return (f"prompt {self.index} has {len(self.tokens)} tokens and asks for {self.max_new_tokens} more, but "
                     f"the target's context holds {context_length}; shorten the prompt or lower max_new_tokens")
-        return ""
+        wrong = fault_of(self.processors, self.tokens, vocab_size, device)
+        return f"prompt {self.index}: {wrong}" if wrong else ""
+
+
+def room_for(requests: Iterable[Request]) -> int:
+    """Nodes that the grammars of requests may add to a tree, a root of their own included."""
+    return MOST_FORCED + 1 if any(request.grammar is not None for request in requests) else 0
 
 
 @dataclass(frozen=True, kw_only=True)

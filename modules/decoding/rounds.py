@@ -32,7 +32,7 @@ class Batch:
     """The sequences that are decoded together: the first rows of everything that is held here."""
 
     rows: Rows  # Inside the target
-    verifier: BatchVerifier  # Their random numbers and penalties
+    verifier: BatchVerifier  # Their random numbers, penalties, processors and grammars
     roots: RowBuffer  # The newest token of each row, which the target has not read
     live: RowBuffer  # True for rows in use
     drafter: Proposer | None  # Proposes; None decodes plainly
@@ -85,6 +85,12 @@ class Round:
         # A copy: the roots are overwritten before the trees are of no more use.
         roots_B = batch.roots.values[: self.rows].clone()
         self.tree, self.drafted_faults_B = _ALONE.plant(roots_B[:, None]), torch.zeros_like(roots_B)
+        self._grow(roots_B)
+        self.tree = batch.verifier.constrained(self.tree)
+
+    def _grow(self, roots_B: Tensor) -> None:
+        """Let the policy grow the trees."""
+        batch = self.batch
         if batch.drafter is None or batch.policy is None or batch.state is None:
             return
         batch.state.drop_tree()

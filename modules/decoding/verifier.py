@@ -24,9 +24,10 @@ from ..target.target_rows import PassOutput
 from ..token_tree import TokenTree
 from ..verification.acceptance_rules import Accepted, Chances, exact_rule
 from ..verification.sampling import Draws, Sampling, choose, penalise, uniform_stream, widened
+from .constraints import GrammarRow, Path, RowRules, constrained, paths_of
 from .requests import DecodeResult, DecodeSettings, Generation, Request
 
-SOUND, LOGITS, TOKEN, PARENT, DRAFT = range(5)
+SOUND, LOGITS, TOKEN, PARENT, DRAFT, NOTHING = range(6)
 _MESSAGES = {
     LOGITS: "the target's logits are NaN or infinite after token {place} of the answer; run the target in a wider "
     "number type, or check its weights",
@@ -35,6 +36,8 @@ _MESSAGES = {
     PARENT: "the draft tree after token {place} of the answer has a node whose parent does not come before it; a "
     "policy must list parents first",
     DRAFT: "the drafter's probabilities are NaN or infinite after token {place} of the answer; check its weights",
+    NOTHING: "no token may follow token {place} of the answer: one of its grammar, its processors and the biases of "
+    "tokens rules out what the others leave; drop one of them",
 }
 
 
@@ -152,14 +155,20 @@ class BatchVerifier:
         vocab_size, device = verifier.vocab_size, verifier.device
         self.settings, self.vocab_size, self.sampled = settings, vocab_size, sampled
         self._device, self._samples = device, [False] * rows
+        # What is decided on the host, of rows that have anything of it; what it rules out all tokens of.
+        self.rules: list[RowRules | None] = [None] * rows
+        self._nothing: set[tuple[int, int]] = set()
+        self._tokenizer = verifier.tokenizer
         blank = partial(RowBuffer, rows, device=device, dtype=torch.long)
         self.temperatures, self.requests, self.places = blank(dtype=torch.float32), blank(), blank()
         self.uniforms = blank(places if sampled else 1, dtype=torch.float64)
         self.seen = blank(vocab_size, dtype=torch.bool) if settings.repetition_penalty != 1.0 else None
         self.last = blank()
         biases = verifier.biases if settings.biases is None else settings.biases
-        eos_ids = verifier.eos_ids if settings.eos_ids is None else settings.eos_ids
-        self.biases = None if biases == TokenBiases() else AppliedBiases(biases, eos_ids, vocab_size, device)
+        self.eos_ids = verifier.eos_ids if settings.eos_ids is None else settings.eos_ids
+        self._on_texts = biases
+        self.biases = None if biases.alone == TokenBiases() else AppliedBiases(
+            biases, self.eos_ids, vocab_size, device)
         # On the device, so that a replayed pass draws by the seed of its own call.
         self.seed = torch.zeros((), dtype=torch.long, device=device)
         self.restart(settings)
@@ -181,6 +190,12 @@ class BatchVerifier:
         self.temperatures.values[row], self.requests.values[row] = request.temperature, request.index
         self.places.values[row] = 0
         self._samples[row] = request.temperature > 0
+        before, after = self._on_texts.processors(len(request.tokens) + request.max_new_tokens, self._device)
+        self.rules[row] = None
+        if before or after or request.processors or request.grammar is not None:
+            grammar = None if request.grammar is None else GrammarRow(request.grammar.compiled(
+                self._tokenizer, self.vocab_size, self.eos_ids), self._tokenizer, self.vocab_size, self.eos_ids)
+            self.rules[row] = RowRules([*request.tokens], before, [*after, *request.processors], grammar)
         if self._samples[row]:
             stream = uniform_stream(self.settings.seed, request.index, self.uniforms.values.shape[1])
             self.uniforms.values[row] = torch.from_numpy(stream)
@@ -192,6 +207,7 @@ class BatchVerifier:
     def keep(self, order: list[int], order_R: Tensor) -> None:
         """Row r is the former row order[r]; the others leave."""
         self._samples = [*(self._samples[row] for row in order), *[False] * (len(self._samples) - len(order))]
+        self.rules = [*(self.rules[row] for row in order), *[None] * (len(self.rules) - len(order))]
         for buffer in self.buffers:
             buffer.keep(order_R)
 
@@ -207,12 +223,23 @@ class BatchVerifier:
         # Logits that hold NaN or +inf, or nothing but -inf; some models forbid tokens by a single -inf.
         unreadable_BM = ~logits_BMV.amax(-1).isfinite()
         # A long prompt is read in pieces, each of which ends with the first token as far as is known.
-        logits_BMV = self._adjusted(logits_BMV, rows_B, torch.zeros_like(rows_B)[:, None],
-                                    self.last.values[rows_B, None, None])
+        self._nothing.clear()
+        start_B1 = torch.zeros_like(rows_B)[:, None]
+        logits_BMV = self._adjusted(logits_BMV, rows_B, start_B1, start_B1, self.last.values[rows_B, None, None],
+                                    [[()]] * len(self.rules) if any(self.rules) else [])
         sampled = [place for place, row in enumerate(rows) if self._samples[row]]
         chosen_BM = choose(logits_BMV, self.uniforms.values[rows_B, :1], self._sampling(rows_B, sampled))
         self.places.values[rows_B] = 1
-        return chosen_BM[:, 0], torch.where(unreadable_BM[:, 0], LOGITS, 0)
+        faults_B = torch.where(unreadable_BM[:, 0], LOGITS, 0)
+        for place, row in enumerate(rows):
+            if (row, 0) in self._nothing:
+                faults_B[place] = torch.where(faults_B[place] > 0, faults_B[place], NOTHING)
+        return chosen_BM[:, 0], faults_B
+
+    def constrained(self, tree: TokenTree) -> TokenTree:
+        """The trees of the first rows as their grammars allow and force them."""
+        grammars = [None if rules is None else rules.grammar for rules in self.rules[: len(tree.tokens_BN)]]
+        return constrained(tree, grammars) if any(grammars) else tree
 
     def verify(self, tree: TokenTree, logits_BNV: Tensor, faults_B: Tensor, *,
                any_rows: bool = False) -> tuple[Accepted, Tensor]:
@@ -220,13 +247,16 @@ class BatchVerifier:
         is replayed, not only those that sample now."""
         rows = len(tree.tokens_BN)
         unreadable_BN = ~logits_BNV.amax(-1).isfinite()
+        self._nothing.clear()
+        ruled = any(self.rules[:rows])
+        paths = paths_of(tree) if ruled else []
 
         def adjust(logits_RMV: Tensor, rows_R: Tensor, nodes_RM: Tensor) -> Tensor:
             # A node is penalised for the path down to it; columns that are off its path repeat the root.
             nodes, tokens_RN = (rows_R[:, None], nodes_RM), tree.tokens_BN[rows_R]
             paths_RMN = torch.where(tree.ancestors_BNN[nodes], tokens_RN[:, None, :], tokens_RN[:, :1, None])
             places_RM = self.places.values[rows_R, None] + tree.depths_BN[nodes]
-            return self._adjusted(logits_RMV, rows_R, places_RM, paths_RMN)
+            return self._adjusted(logits_RMV, rows_R, nodes_RM, places_RM, paths_RMN, paths)
 
         draws = self.draws(rows)
         if draws is None:
@@ -239,7 +269,7 @@ class BatchVerifier:
         rule = self.settings.lossy or exact_rule(tree)
         sampled = [row for row in range(rows) if self._samples[row] or (any_rows and self.sampled)]
         sampling = replace(self._sampling(torch.arange(rows, device=self._device), sampled),
-                           adjust=adjust if self.biases or self.seen else None)
+                           adjust=adjust if self.biases or self.seen or ruled else None)
         accepted = rule.accept(tree, logits_BNV, sampling, Chances(choices_BN=choices_BN, tests_BN=tests_BN))
         self.places.values[:rows] += accepted.counts_B
         real_BK = torch.arange(accepted.path_BK.shape[1], device=self._device) < accepted.counts_B[:, None]
@@ -247,20 +277,46 @@ class BatchVerifier:
             # Columns beyond a path hold nodes that were not accepted: they mark the root once more.
             path_BK = torch.where(real_BK, tree.tokens_BN.gather(1, accepted.path_BK), tree.tokens_BN[:, :1])
             self.seen.values[:rows].scatter_(1, path_BK, True)
+        for rules, path, count in zip(self.rules, tree.tokens_BN.gather(1, accepted.path_BK).tolist(),
+                                      accepted.counts_B.tolist(), strict=False) if ruled else ():
+            if rules is not None:
+                rules.take(tuple(path[:count]))
         # A path ends at its first node whose logits say nothing: after it the bonus token means nothing. Nodes that are
         # not accepted have no part in what is emitted.
-        lost_BK = unreadable_BN.gather(1, accepted.path_BK) & real_BK
-        lost_B = lost_BK.any(-1)
-        counts_B = torch.where(lost_B, lost_BK.long().argmax(-1) + 1, accepted.counts_B)
-        return replace(accepted, counts_B=counts_B), torch.where(lost_B & (faults_B == 0), LOGITS, faults_B)
+        codes_BN = torch.where(unreadable_BN, LOGITS, SOUND)
+        for row, node in self._nothing:
+            codes_BN[row, node] = torch.where(unreadable_BN[row, node], LOGITS, NOTHING)
+        codes_BK = codes_BN.gather(1, accepted.path_BK) * real_BK
+        lost_B, first_B = (codes_BK > 0).any(-1), (codes_BK > 0).long().argmax(-1)
+        counts_B = torch.where(lost_B, first_B + 1, accepted.counts_B)
+        codes_B = codes_BK.gather(1, first_B[:, None])[:, 0]
+        return replace(accepted, counts_B=counts_B), torch.where(faults_B == 0, codes_B, faults_B)
 
-    def _adjusted(self, logits_RMV: Tensor, rows_R: Tensor, places_RM: Tensor, paths_RMN: Tensor) -> Tensor:
-        """Logits of the next tokens at these places of the answers, after these paths, with biases and penalties."""
+    def _adjusted(self, logits_RMV: Tensor, rows_R: Tensor, nodes_RM: Tensor, places_RM: Tensor, paths_RMN: Tensor,
+                  paths: Sequence[Sequence[Path]]) -> Tensor:
+        """Logits of the next tokens at some nodes, at these places of the answers, after these paths, with all that is
+        done to them before temperature and filters, in transformers' order."""
+        rows = rows_R.tolist() if paths else []
+        # Each with the logits at its node, the path to it, and the node.
+        places = [(rules, (place, column), paths[row][node], (row, node))
+                  for place, (row, nodes) in enumerate(zip(rows, nodes_RM.tolist(), strict=True) if rows else ())
+                  for column, node in enumerate(nodes) if (rules := self.rules[row]) is not None]
+        logits_RMV = widened(logits_RMV).clone() if places else logits_RMV
+        for rules, place, path, _ in places:
+            logits_RMV[place] = rules.apply(logits_RMV[place], path, rules.before)
         if self.biases is not None:
             logits_RMV = self.biases.add(logits_RMV, places_RM)
-        if self.seen is None:
-            return logits_RMV
-        return penalise(widened(logits_RMV), self.settings.repetition_penalty, self.seen.values[rows_R], paths_RMN)
+        if self.seen is not None:
+            logits_RMV = penalise(widened(logits_RMV), self.settings.repetition_penalty, self.seen.values[rows_R],
+                                  paths_RMN)
+        for rules, place, path, node in places:
+            logits_RMV[place] = rules.apply(logits_RMV[place], path, rules.after)
+            if rules.grammar is not None:
+                forbidden_V = ~rules.grammar.allowed(path).to(logits_RMV.device)
+                logits_RMV[place] = logits_RMV[place].masked_fill(forbidden_V, -torch.inf)
+            if not bool((logits_RMV[place] > -torch.inf).any()):
+                self._nothing.add(node)
+        return logits_RMV
 
     def _sampling(self, rows_B: Tensor, sampled: Sequence[int]) -> Sampling:
         return Sampling(temperature_B=self.temperatures.values[rows_B], top_k=self.settings.top_k,

@@ -3,8 +3,9 @@
 Decoding promises the answer that `generate` gives with the same settings, so every setting of the config that
 `generate` would apply unasked has one of three fates when the target is loaded:
 
-1. Applied: the end tokens, and biases of single tokens, which `generate` adds to their logits before it penalises and
-   samples. Where the config declares no end token, `generate` is normally given the tokenizer's; so is decoding.
+1. Applied: the end tokens, and biases of tokens and of sequences, n-grams that must not come again, and forced tokens,
+   as `generate` applies them to logits before it samples. Where the config declares no end token, `generate` is
+   normally given the tokenizer's; so is decoding.
 2. Left to the caller: repetition penalty, temperature, top-k, top-p and min-p, in this order as in `generate`. They
    are fields of `DecodeSettings` and `Request`, whose defaults are neutral. A repetition penalty changes greedy answers
    as well, so one in the config is logged as a warning.
@@ -19,6 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from transformers.generation import logits_process as native
+
 from ...errors import UserError
 
 log = logging.getLogger(__name__)
@@ -28,44 +31,66 @@ NEVER = -float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBiases:
-    """Tokens that are made likelier, unlikelier or impossible, everywhere or at the start of an answer."""
+    """Tokens that are made likelier, unlikelier, impossible or certain: single ones everywhere, at the start or before
+    the least length, the others by the text before them."""
 
     added: tuple[tuple[int, float], ...] = ()  # Tokens and what is added to their logits; -inf rules one out
     not_first: tuple[int, ...] = ()  # Tokens that begin no answer
     least_tokens: int = 0  # Tokens of an answer before which no end token comes
+    sequences: tuple[tuple[tuple[int, ...], float], ...] = ()  # The same as `added` for the last of several tokens
+    no_repeat_ngram_size: int = 0  # Tokens of the n-grams that occur once at most, the prompt included; 0 is none
+    forced_first: int | None = None  # The token after a text of one token
+    forced_last: tuple[int, ...] = ()  # One of these is the last token of an answer of full length
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], eos_ids: tuple[int, ...], vocab_size: int, prompt: int = 0) -> Self:
         """The biases of a generation config's settings, of which `offered` says yes. `bad_words_ids` does not rule out
         the end tokens, and `min_length` counts the tokens of the `prompt`. UserError if `sequence_bias` or
         `bad_words_ids` names a token that the target has not."""
-        found: dict[int, float] = {}
         bias = settings.get("sequence_bias") or {}
-        for tokens, value in bias.items() if isinstance(bias, Mapping) else bias:
-            found[tokens[0]] = float(value)
-        banned = [token for token, in settings.get("bad_words_ids") or () if token not in eos_ids]
-        found |= dict.fromkeys(banned, NEVER)
-        if unknown := [token for token in found if not 0 <= token < vocab_size]:
+        pairs = [(tuple(tokens), float(value)) for tokens, value in (
+            bias.items() if isinstance(bias, Mapping) else bias)]
+        pairs += [(tuple(tokens), NEVER) for tokens in settings.get("bad_words_ids") or ()
+                  if [*tokens] not in [[token] for token in eos_ids]]
+        if unknown := [token for tokens, _ in pairs for token in tokens if not 0 <= token < vocab_size]:
             raise UserError(f"sequence_bias or bad_words_ids names the token {unknown[0]}, and the target has "
                             f"{vocab_size} tokens, from 0; remove it")
+        found = {tokens[0]: value for tokens, value in pairs if len(tokens) == 1}
         # generate passes over tokens that the target has not in its other lists.
         suppressed, not_first = (tuple(token for token in settings.get(name) or () if 0 <= token < vocab_size)
                                  for name in ("suppress_tokens", "begin_suppress_tokens"))
         found |= dict.fromkeys(suppressed, NEVER)
         least = max(settings.get("min_new_tokens") or 0, (settings.get("min_length") or 0) - prompt)
-        return cls(added=tuple(found.items()), not_first=not_first, least_tokens=least)
+        return cls(added=tuple(found.items()), not_first=not_first, least_tokens=least,
+                   sequences=tuple(pair for pair in pairs if len(pair[0]) > 1),
+                   no_repeat_ngram_size=settings.get("no_repeat_ngram_size") or 0,
+                   forced_first=settings.get("forced_bos_token_id"),
+                   forced_last=_ascending(settings.get("forced_eos_token_id")))
 
-    @staticmethod
-    def offered(name: str, value: Any) -> bool:
-        """True for a setting that these biases hold: of words, those of one token; more depend on the text before."""
-        if name in ("sequence_bias", "bad_words_ids"):
-            return all(len(one if name == "bad_words_ids" or isinstance(value, Mapping) else one[0]) == 1
-                       for one in value)
-        return name in ("suppress_tokens", "begin_suppress_tokens", "min_new_tokens", "min_length")
+    @property
+    def alone(self) -> "TokenBiases":
+        """Those that need not know the text."""
+        return TokenBiases(added=self.added, not_first=self.not_first, least_tokens=self.least_tokens)
+
+    def processors(self, longest: int, device: Any) -> tuple[list[Any], list[Any]]:
+        """transformers' own processors of what depends on the text, which has at most `longest` tokens: those before
+        the repetition penalty, and those after it."""
+        before = [native.SequenceBiasLogitsProcessor([[[*tokens], value] for tokens, value in self.sequences])
+                  ] if self.sequences else []
+        after: list[Any] = []
+        if self.no_repeat_ngram_size:
+            after.append(native.NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size))
+        if self.forced_first is not None:
+            after.append(native.ForcedBOSTokenLogitsProcessor(self.forced_first))
+        if self.forced_last:
+            after.append(native.ForcedEOSTokenLogitsProcessor(longest, [*self.forced_last], str(device)))
+        return before, after
 
     def of_generate(self) -> dict[str, Any]:
         """The arguments of `generate` that ask for the same."""
-        asked = {"sequence_bias": {(token,): value for token, value in self.added} or None,
+        pairs = [*(((token,), value) for token, value in self.added), *self.sequences]
+        asked = {"sequence_bias": dict(pairs) or None, "no_repeat_ngram_size": self.no_repeat_ngram_size or None,
+                 "forced_bos_token_id": self.forced_first, "forced_eos_token_id": [*self.forced_last] or None,
                  "begin_suppress_tokens": list(self.not_first) or None, "min_new_tokens": self.least_tokens or None}
         return {name: value for name, value in asked.items() if value is not None}
 
@@ -74,11 +99,8 @@ _CHANGES_ANSWERS: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1), "num_beam_groups": (None, 1), "penalty_alpha": (None, 0), "dola_layers": (None,),
     "constraints": (None,), "force_words_ids": (None,), "stop_strings": (None, []), "max_time": (None,),
     "token_healing": (None, False), "guidance_scale": (None, 1), "encoder_repetition_penalty": (None, 1),
-    "sequence_bias": (None, {}, []),  # of several tokens
-    "no_repeat_ngram_size": (None, 0), "encoder_no_repeat_ngram_size": (None, 0), "bad_words_ids": (None, []),
-    "min_length": (None, 0), "min_new_tokens": (None, 0), "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,), "exponential_decay_length_penalty": (None,), "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []), "watermarking_config": (None,), "remove_invalid_values": (None, False),
+    "encoder_no_repeat_ngram_size": (None, 0), "exponential_decay_length_penalty": (None,),
+    "watermarking_config": (None,), "remove_invalid_values": (None, False),
     "cache_implementation": (None, "dynamic", "offloaded", "static", "offloaded_static", "paged", "sliding_window",
                              "hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
 }  # Settings that change greedy and sampled answers, with the values at which they do not
@@ -97,7 +119,7 @@ class GenerationDefaults:
     top_p: float = 1.0  # 1 keeps all tokens
     min_p: float = 0.0  # 0 keeps all tokens
     repetition_penalty: float = 1.0  # 1 changes nothing
-    biases: TokenBiases = field(default_factory=TokenBiases)  # Biases of single tokens
+    biases: TokenBiases = field(default_factory=TokenBiases)
 
 
 def read_defaults(config: Any, tokenizer: Any, name: str, vocab_size: int) -> GenerationDefaults:
@@ -127,7 +149,7 @@ def refused_settings(settings: Mapping[str, Any]) -> list[str]:
     table = _CHANGES_ANSWERS | (_CHANGES_SAMPLES if settings.get("do_sample") else {})
     # Read with a default: which of these settings a config knows depends on the version of transformers.
     return [f"{name}={settings[name]}" for name in table
-            if settings.get(name) not in table[name] and not TokenBiases.offered(name, settings[name])]
+            if settings.get(name) not in table[name]]
 
 
 def sampling_defaults(config: Any, declared: Any, vocab_size: int, prompt: int = 0) -> GenerationDefaults:

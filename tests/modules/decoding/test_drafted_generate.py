@@ -12,7 +12,7 @@ from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokeni
 from support.artifacts import TREE, heads
 from support.tiers import some_long
 from torch import Tensor
-from transformers import GenerationConfig, TextIteratorStreamer
+from transformers import GenerationConfig, SequenceBiasLogitsProcessor, TextIteratorStreamer
 
 PROMPT = torch.tensor([[5, 9, 33, 71]])
 PADDED = torch.tensor([[0, 0, 0, 5, 9, 33], [7, 21, 8, 64, 30, 12], [0, 40, 41, 42, 43, 44]])
@@ -62,17 +62,27 @@ def chosen(artifact: Artifact, count: int) -> list[int]:
 
 @pytest.mark.parametrize("more", some_long([{"repetition_penalty": 1.3}, {}, {"do_sample": True, "top_k": 1}], 9),
                          ids=str)
-@pytest.mark.parametrize("name", ["suppress_tokens", "bad_words_ids", "begin_suppress_tokens", "sequence_bias",
-                                  "min_new_tokens", "min_length"])
+@pytest.mark.parametrize("name", [
+    "suppress_tokens", "bad_words_ids", "begin_suppress_tokens", "sequence_bias", "min_new_tokens", "min_length",
+    "no_repeat_ngram_size", "forced_eos_token_id", "logits_processor"])
 def test_tokens_are_made_likelier_or_ruled_out_as_by_generate(artifact: Artifact, name: str, more: dict[str, Any]
                                                               ) -> None:
     first, second, third = chosen(artifact, 3)
     # The answer would end at its second token.
-    settings = {"suppress_tokens": [first, third], "bad_words_ids": [[first], [second]],
-                "begin_suppress_tokens": [first], "sequence_bias": {(second,): 3.0, (first,): -50.0},
-                "min_new_tokens": 9, "min_length": 12}
+    own = [SequenceBiasLogitsProcessor([[[third], 4.0]]), lambda text, scores: scores.scatter(1, text[:, -2:], -9.0)]
+    settings = {"suppress_tokens": [first, third], "bad_words_ids": [[first], [second], [first, third]],
+                "begin_suppress_tokens": [first], "min_new_tokens": 9, "min_length": 12,
+                "sequence_bias": {(second,): 3.0, (first,): -50.0, (third, first): 2.0},
+                "no_repeat_ngram_size": 1, "forced_eos_token_id": [third, 7], "logits_processor": own}
     given: dict[str, Any] = {"max_new_tokens": 20, "eos_token_id": second, "pad_token_id": 0, name: settings[name],
                              **more}
+    if name == "no_repeat_ngram_size":
+        given["eos_token_id"] = 2
+    elif name == "forced_eos_token_id":
+        given["max_new_tokens"] = 1
+    elif name == "logits_processor":
+        # In place of the call's own.
+        given["sequence_bias"] = {(second, first): 5.0}
     expected = native(artifact, PROMPT, **given)
     plain = native(artifact, PROMPT, **{key: value for key, value in given.items() if key != name})
     assert expected.tolist() != plain.tolist(), "the setting changes nothing here"
@@ -209,13 +219,12 @@ def test_a_streamer_gets_what_generate_gives_it(artifact: Artifact) -> None:
 
 @pytest.mark.parametrize(("settings", "says"), [
     *(({name: value}, f"does not offer {name}=") for name, value in (
-        ("num_beams", 2), ("bad_words_ids", [[5, 6]]), ("sequence_bias", {(4, 5): 1.0}), ("max_time", 1.0),
-        ("no_repeat_ngram_size", 2), ("guidance_scale", 1.5), ("forced_eos_token_id", 2))),
+        ("num_beams", 2), ("max_time", 1.0), ("guidance_scale", 1.5))),
     ({"do_sample": True, "typical_p": 0.5}, "does not offer typical_p=0.5"),
     ({"return_dict_in_generate": True}, "does not offer return_dict_in_generate; leave it out"),
     ({"generation_config": GenerationConfig(num_beams=3)}, "does not offer num_beams=3"),
     *(({name: value}, f"does not offer {name}; leave it out, or call generate of the model itself") for name, value in (
-        ("logits_processor", [1]), ("stopping_criteria", [1]), ("assistant_model", 1), ("past_key_values", 1),
+        ("stopping_criteria", [1]), ("assistant_model", 1), ("past_key_values", 1),
         ("inputs_embeds", 1), ("prefix_allowed_tokens_fn", 1), ("position_ids", 1), ("custom_generate", 1),
         ("no_such_setting", 1))),
     ({"attention_mask": torch.tensor([[1, 1, 0, 1]])}, "padding or a gap after its first token"),

@@ -244,9 +244,7 @@ def test_end_tokens_are_those_of_the_generation_config(declared: Any, expected: 
 
 
 @pytest.mark.parametrize(("setting", "value"), [
-    ("no_repeat_ngram_size", 2), ("bad_words_ids", [[7, 8]]), ("min_length", 9),
-    ("guidance_scale", 1.5), ("num_beams", 3),
-    ("exponential_decay_length_penalty", (5, 1.1)), ("sequence_bias", [[[7, 8], 2.0]]), ("forced_eos_token_id", 7),
+    ("min_length", 9), ("guidance_scale", 1.5), ("num_beams", 3), ("exponential_decay_length_penalty", (5, 1.1)),
     ("encoder_repetition_penalty", 1.3), ("stop_strings", ["x"]),
 ])
 def test_settings_that_change_greedy_answers_are_refused_by_name(setting: str, value: Any) -> None:
