@@ -134,6 +134,10 @@ def _measured(file: Path, weights: str, target: str) -> list[str]:
                 f"{found['temperature']:g}, batch {found['batch_size']}, "
                 f"{header['dtype']} on {machine}: {speed}. The accepted length counts the tokens of a pass of "
                 "the target, its own included.")
+        if found.get("lossy"):
+            compared = found["lossless"]
+            text += (f" **LOSSY ({found['lossy']}): {compared['prompts'] - compared['identical']} of "
+                     f"{compared['prompts']} answers differ from those of exact verification.**")
         measured = header.get("artifacts", {}).get(found["method"])
         # A path may be another one on each machine.
         other = Path(found["target"]).name != Path(target).name

@@ -11,7 +11,8 @@ from pydantic import Field
 from ...modules import DecodeSettings, Ensemble, Policy, Proposer, SamplingSetting, Union, UserError
 from ...modules.baselines.registry import BASELINES, JOINED, NATIVE, parse_joined
 from ...modules.config_checks import MOST_TOKENS, CheckedSettings, Natural, Positive, Rows, RowsOrNone, Share, Whole
-from ...modules.policies.registry import FASTEST, STATIC
+from ...modules.policies.registry import FASTEST, NONE, STATIC
+from ...modules.verification.acceptance_rules import lossy_rule
 from ...modules.verification.sampling import Temperature
 from ..artifact import Artifact
 from ..measured_files import Prediction
@@ -71,6 +72,9 @@ class EvaluateConfig(CheckedSettings):
     compile: bool = False
     """Compile the layers of target and drafts with torch.compile, in plain decoding too. The first passes take minutes,
     before anything is timed; the report says where it fails."""
+    lossy: str = ""
+    """Measure a lossy rule in place of exact verification, typical or kl-0.5: the report counts the answers that differ
+    from exact ones. Takes temperatures above 0, and drafts. Empty is exact."""
     budget_minutes: Positive | None = None
     """Minutes for the evaluation: prompts that do not fit are left out, the sets decoded in turn and evenly over
     categories, and the report says how many; of each set one is decoded, and timed, in any case. None decodes all."""
@@ -95,6 +99,11 @@ class EvaluateConfig(CheckedSettings):
         for name in self.policy_names:
             if name != FASTEST:
                 parse_joined(name)
+        if self.lossy:
+            lossy_rule(self.lossy)
+            if 0 in self.degrees or NONE in self.policy_names:
+                raise UserError(f"evaluate.lossy {self.lossy} accepts more of what was drafted above temperature 0: "
+                                "temperature 0 and the policy none are exact; leave these out, or lossy")
         for name in self.baseline_names:
             if name not in (*BASELINES, NATIVE):
                 raise UserError(f"there is no baseline {name!r}; choose from {', '.join((*BASELINES, NATIVE))}")
@@ -137,11 +146,13 @@ class EvaluateConfig(CheckedSettings):
         return SamplingSetting(temperature=temperature, top_k=self.top_k, top_p=self.top_p,
                                repetition_penalty=self.repetition_penalty)
 
-    def settings(self, batch_size: int) -> DecodeSettings:
-        """The decoding loop's settings for a batch of this many rows."""
+    def settings(self, batch_size: int, *, exact: bool = True) -> DecodeSettings:
+        """The decoding loop's settings for a batch of this many rows; by the lossy rule, if there is one, unless
+        `exact`."""
         return DecodeSettings(batch_size=batch_size, top_k=self.top_k, top_p=self.top_p,
                               repetition_penalty=self.repetition_penalty, seed=SEED, graphs=self.graphs,
-                              compile=self.compile)
+                              compile=self.compile,
+                              lossy=lossy_rule(self.lossy) if self.lossy and not exact else None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +224,8 @@ class Method:
         found: dict[str, Method] = {}
         for policy in config.policy_names:
             method = cls.of(artifact, name=name, policy=policy, temperature=config.degrees[0])
+            if config.lossy:
+                lossy_rule(config.lossy).check(method.policy_for(config.batches[0], config.degrees[0]))
             if method.name in found:
                 say(f"of the policies {' and '.join(config.policy_names)}, {FASTEST} is here the same as another one: "
                     f"the two are measured once, as {method.name}")

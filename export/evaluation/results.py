@@ -169,6 +169,7 @@ class Evaluation:
     target: str  # Name of the target
     batch_size: int  # Rows decoded at once where speed was measured
     temperature: float  # 0 is greedy
+    lossy: str = ""  # The lossy rule by which guesses were accepted, such as typical; empty for an exact one
     nodes: int
     """Most nodes of a row that a pass verifies at this batch size, the root included; 1 when nothing is drafted."""
     tree_nodes: int
@@ -196,7 +197,8 @@ class Evaluation:
     @property
     def faulty(self) -> bool:
         """True where an answer or the distribution of answers is not the target's, which rounding does not explain."""
-        return self.biased or bool(self.overall.lossless.different or self.overall.lossless.wrong_references)
+        changed = self.overall.lossless.different and not self.lossy
+        return self.biased or bool(changed or self.overall.lossless.wrong_references)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON of one method; groups repeat the measured keys."""
@@ -221,7 +223,8 @@ class Evaluation:
         """Fields that are the same for all groups; `method` is the name in reports."""
         names = ("family", "target", "temperature", "batch_size", "nodes", "tree_nodes", "contended")
         return {"method": self.name, "partners": list(self.partners),
-                **{name: getattr(self, name) for name in names}, **figures(self.prediction, "predicted_")}
+                **{name: getattr(self, name) for name in names}, **({"lossy": self.lossy} if self.lossy else {}),
+                **figures(self.prediction, "predicted_")}
 
     def _groups(self) -> dict[str, dict[str, Measures]]:
         return {"prompt_set": self.by_prompt_set, "category": self.by_category, "turn": self.by_turn,

@@ -9,9 +9,9 @@ from ...modules import Generation, Request, SamplingSetting, StaticTree, Target,
 from ...modules.decoding.recorders import PassRecorder
 from ..measured_files import DECODED, measurements
 from .contention import ContentionProbe, rotated
-from .lossless import Judge, positions
+from .lossless import Judge, first_divergence, positions
 from .methods import SEED, Method
-from .results import Answer, Evaluation, Measures, SampleAnswer, Timing
+from .results import Answer, Comparison, Evaluation, Measures, SampleAnswer, Timing
 from .schedule import CLOSING_SHARE, UNTIMED_ROWS, Budget, Entry, Schedule, by_prompt_set
 from .summary import rounding, sample_answers, summarise
 from .timed_answers import Exchange, Records, References, TimedDecoder, untimed_batches
@@ -222,8 +222,9 @@ class Runner:
         temperature, config = decoded.temperature, self.schedule.config
         policy, shape = method.policy_for(batch_size, temperature), method.shape(batch_size, temperature)
         # Where drafts were drawn, answers are equal in distribution alone; all others must be so token by token.
-        answers = self._compared(method, decoded, records, drawn=temperature > 0 and policy is not None and
-                                 policy.samples and policy.max_size > 1)
+        drawn = temperature > 0 and policy is not None and policy.samples and policy.max_size > 1
+        exact = self._exact(method, batch_size, decoded) if config.lossy else {}
+        answers = self._compared(method, decoded, records, drawn=drawn and not exact, exact=exact)
         self.graph_refusals |= {records.graph_refusal: None} if records.graph_refusal else {}
         if records.recorder is not None:
             first = [one for one, exchange in zip(answers, decoded.exchanges, strict=True) if not exchange.entry.answer]
@@ -241,7 +242,8 @@ class Runner:
                     for name in names if len(names) >= least}
 
         sampling, acceptance = config.sampling(temperature), list[dict[str, Any]]()
-        if policy is not None and policy.max_size > 1:
+        # What a lossy rule accepts must not be taken for what an exact one would.
+        if policy is not None and policy.max_size > 1 and not config.lossy:
             static = isinstance(policy, StaticTree)
             depth = policy.topology.depth if isinstance(policy, StaticTree) else max(
                 (max(answer.emitted, default=1) for answer in answers), default=1) - 1
@@ -250,16 +252,24 @@ class Runner:
                 **asdict(sampling), "batch_size": batch_size, "answers": len(answers), "source": DECODED}, depth)
         return Evaluation(
             name=method.name, family=method.family, target=self.target.identity.name, batch_size=batch_size,
-            temperature=temperature, nodes=shape[0], tree_nodes=shape[-1], partners=method.parts[:-1],
-            contended=self.probe.contended, target_calls=records.target_calls,
+            temperature=temperature, lossy=config.lossy, nodes=shape[0], tree_nodes=shape[-1],
+            partners=method.parts[:-1], contended=self.probe.contended, target_calls=records.target_calls,
             # The expected lengths were estimated without filters, which change what is accepted.
             prediction=method.prediction(batch_size, temperature) if sampling == SamplingSetting(
                 temperature=temperature) else None,
             overall=measures(answers, records.timings), by_prompt_set=by("prompt_set"), by_category=by("category"),
             by_turn=by("turn", 2), by_mode=by("mode", 2), acceptance=tuple(acceptance))
 
-    def _compared(self, method: Method, decoded: Decoded, records: Records, *, drawn: bool) -> list[Answer]:
-        """The answers, each compared with its reference; where drafts were drawn, with the target's distribution."""
+    def _exact(self, method: Method, batch_size: int, decoded: Decoded) -> dict[int, Sequence[int]]:
+        """The answers of a method by exact verification, with the same drafts and random numbers."""
+        self._forget()
+        return {one.request.index: one.tokens for group in untimed_batches(decoded.exchanges) for one in
+                self.decoder.decode(group, method, batch_size, rows=UNTIMED_ROWS, exact=True)[0].generations}
+
+    def _compared(self, method: Method, decoded: Decoded, records: Records, *, drawn: bool,
+                  exact: Mapping[int, Sequence[int]]) -> list[Answer]:
+        """The answers, each compared with its reference; where drafts were drawn, with the target's distribution; where
+        a lossy rule accepted them, with the `exact` ones."""
         temperature, settings = decoded.temperature, self.schedule.config.settings(1)
         answers = []
         for exchange in decoded.exchanges:
@@ -267,8 +277,9 @@ class Runner:
             # Greedy references came from a padded batch, which may flip a near-tie by itself.
             again = (lambda one=exchange: self.decoder.generate([one])[0][0]) if temperature == 0 else None
             # The loop's law is held against transformers' even where all drafts were drawn: by the answers without.
-            found = self.judge.compare(generation.request, exchange.reference if drawn else generation.tokens,
-                                       exchange.reference, again=again)
+            found = (Comparison(divergence=first_divergence(generation.tokens, exact[exchange.index])) if exact else
+                     self.judge.compare(generation.request, exchange.reference if drawn else generation.tokens,
+                                        exchange.reference, again=again))
             answers.append(Answer(
                 question=entry.number - entry.answer * self.schedule.questions, turn=exchange.turn,
                 prompt_set=entry.prompt_set,

@@ -68,11 +68,11 @@ class TimedDecoder:
     config: EvaluateConfig
 
     def decode(self, asked: Sequence[Exchange], method: Method | None, batch_size: int, *, rows: int | None = None,
-               tokens: int | None = None, records: Records | None = None,
+               tokens: int | None = None, records: Records | None = None, exact: bool = False,
                on_tokens: Callable[[Generation, list[int], bool], None] | None = None) -> tuple[DecodeResult, float]:
         """This project's loop on exchanges of one temperature: its answers, and the seconds it took. The method, None
         for the target alone, chooses its tree for `batch_size` rows, while `rows` (None for as many) are decoded at
-        once. `records` takes the answers and counts of the method."""
+        once. `records` takes the answers and counts of the method; `exact` leaves a lossy rule out."""
         requests = [Request(tokens=exchange.prompt, index=exchange.index, temperature=exchange.temperature,
                             max_new_tokens=tokens or self.config.max_new_tokens) for exchange in asked]
         drafter, families = (method.drafter, method.parts) if method else (None, ())
@@ -85,8 +85,9 @@ class TimedDecoder:
                 one(tree, accepted, generations)
 
         started = clock(self.target)
-        result = decode(self.target, requests, self.config.settings(rows or batch_size), drafter=drafter,
-                        policy=policy, on_tokens=on_tokens, observer=observe if observers else None)
+        settings = self.config.settings(rows or batch_size, exact=exact or method is None)
+        result = decode(self.target, requests, settings, drafter=drafter, policy=policy, on_tokens=on_tokens,
+                        observer=observe if observers else None)
         seconds = clock(self.target) - started
         if records is not None:
             records.parts |= counter.counts(result.generations, len(families)) if counter else {}

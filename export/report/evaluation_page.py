@@ -95,7 +95,8 @@ def cards(run: EvaluationRun, evaluation: Evaluation) -> list[Block]:
               "good" if measures.speedup is not None and measures.speedup > 1 else ""),
          f"speed-up: {number(measures.tokens_per_second, 1)} tokens/s with drafts, "
          f"{number(max(baselines, default=None), 1)} without"),
-        (Cell(identical(measures), tone="bad" if evaluation.faulty else "good"),
+        (Cell(identical(measures), tone="bad" if evaluation.faulty or evaluation.lossy else "good"),
+         f"answers that the LOSSY rule {evaluation.lossy} left as they are" if evaluation.lossy else
          "answers identical to the target's own" if measures.distribution is None else
          "answers by the target's own distribution"),
         (Cell(percent(measures.draft_time_share)), "of the time goes into drafting, the rest into the target")]
@@ -107,9 +108,11 @@ def boxes(run: EvaluationRun) -> list[Text]:
     """The result of the comparison of answers, and the warnings that a reader must see before any figure."""
     found = Lossless.joined(evaluation.overall.lossless for evaluation in run.evaluations)
     # Sampled drafts can change the distribution although no answer was compared token by token.
-    changed = any(evaluation.faulty for evaluation in run.evaluations)
+    lossy = any(evaluation.lossy for evaluation in run.evaluations)
+    changed = lossy or any(evaluation.faulty for evaluation in run.evaluations)
     drafting = any(evaluation.overall.lossless.different or evaluation.biased for evaluation in run.evaluations)
-    lead = ("Drafting changed words." if drafting else "The loop without drafts is wrong." if changed else
+    lead = ("Answers are not the target's own." if lossy else
+            "Drafting changed words." if drafting else "The loop without drafts is wrong." if changed else
             "Drafts were sampled." if not found.prompts else
             "Not a word changed." if found.identical == found.prompts else "Not a word changed but for near-ties.")
     shown = [Text(" ".join(phrases.verdicts(run)), "warn" if changed else "good", lead)]

@@ -211,9 +211,18 @@ def identical(measures: Measures) -> str:
     return f"{found.identical}/{found.prompts}"
 
 
+def lossy_words(found: Lossless, lossy: str) -> str:
+    """The share of answers that a lossy rule changed, which must not be mistaken for a lossless result."""
+    return (f"LOSSY ({lossy}): {found.different} of {found.prompts} answers ({found.different / found.prompts:.0%}) "
+            "differ from those of exact verification")
+
+
 def lossless_verdict(run: EvaluationRun, evaluations: Sequence[Evaluation]) -> str:
     """The result of the comparison for some evaluations at one temperature."""
     temperature = evaluations[0].temperature
+    if lossy := evaluations[0].lossy:
+        return " ".join(f"{one.name} at temperature {temperature:g}: {lossy_words(one.overall.lossless, lossy)} with "
+                        "the same drafts and random numbers. They are not the target's own." for one in evaluations)
     compared = [evaluation for evaluation in evaluations if evaluation.overall.distribution is None]
     said = [_compared(run, compared)] if compared else []
     # Sampled drafts give other tokens than the reference, so only their distribution can be checked.
@@ -329,6 +338,8 @@ def _words(run: EvaluationRun, best: Evaluation) -> str:
     """The result of the comparison over all evaluations, in words; of a best one with sampled drafts its own."""
     found = Lossless.joined(evaluation.overall.lossless for evaluation in run.evaluations)
     adapted = " of the adapted target" if "drift" in run.header else ""
+    if best.lossy:
+        return f"but {lossy_words(best.overall.lossless, best.lossy)}"
     if any(evaluation.biased for evaluation in run.evaluations):
         return f"but sampled drafts changed the distribution of answers{adapted}, which is a fault"
     if found.different:

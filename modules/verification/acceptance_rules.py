@@ -10,6 +10,7 @@ processed distribution, q the draft's."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +75,13 @@ class Rule(ABC):
     """Decides which path of a verified tree is kept and which token follows it."""
 
     lossless: bool = True  # True if the emitted tokens have the target's distribution
+    reads_draws: bool = False  # Whether it says nothing of drafts that were not sampled
+
+    def check(self, policy: Any) -> None:
+        """Raise UserError when the rule makes no sense with the drafts of a policy; most serve all."""
+        if self.reads_draws and not policy.samples:
+            raise UserError("the rule kl compares the target with the distribution that drafts were sampled from, and "
+                            "this policy samples none; choose sampled, sampled-chain or dyspec")
 
     @abstractmethod
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
@@ -157,7 +165,7 @@ class Rejection(Rule):
     if any, stands at its end, and is verified as a block."""
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
-        if tree.most_children == 1:
+        if tree.most_children == 1 and self.lossless:
             return accept_block(tree, logits_BNV, sampling, chances)
         rows_B, sampled_BN = torch.arange(len(logits_BNV), device=logits_BNV.device), drawn_nodes(tree)
         here_B, going_B = torch.zeros_like(rows_B), torch.ones_like(tree.real_BN[:, 0])
@@ -169,17 +177,52 @@ class Rejection(Rule):
                 break
             here_R, (children_BK, real_BK) = here_B[rows_R], tree.children(here_B)
             accept_BK = torch.zeros_like(children_BK, dtype=torch.float64)
+            p_RV = sampling.distribution_at(logits_BNV, rows_R, here_R)
+            log_q_RV = tree.draft_at(here_R[:, None], logits_BNV.shape[-1], rows_R)[:, 0]
             accept_BK[rows_R], rest_BV[rows_R] = reject_siblings(
-                sampling.distribution_at(logits_BNV, rows_R, here_R),
-                tree.draft_at(here_R[:, None], logits_BNV.shape[-1], rows_R)[:, 0],
-                tree.tokens_BN.gather(1, children_BK)[rows_R], real_BK[rows_R],
+                p_RV, log_q_RV, tree.tokens_BN.gather(1, children_BK)[rows_R], real_BK[rows_R],
                 sampled_BN.gather(1, children_BK)[rows_R])
+            accept_BK[rows_R] = self.eased(accept_BK[rows_R], p_RV, log_q_RV, sampled_BN.gather(1, children_BK)[rows_R])
             if children_BK.shape[1] == 0:
                 break
             passed_BK = real_BK & (chances.tests_BN.gather(1, children_BK) < accept_BK)
             going_B, first_B1 = passed_BK.any(-1), passed_BK.byte().argmax(-1, keepdim=True)
             here_B = torch.where(going_B, children_BK.gather(1, first_B1)[:, 0], here_B)
         return down_to(tree, here_B, draw(rest_BV, chances.choices_BN[rows_B, here_B]))
+
+    def eased(self, accept_BK: Tensor, target_BV: Tensor, log_q_BV: Tensor, sampled_BK: Tensor) -> Tensor:
+        """The chances of acceptance of the children of a node, [B, K], given p and log q there."""
+        return accept_BK
+
+
+_SURE, _LEAST_Q = 0.9, 1e-9  # Probability of a token of which the target is sure, and least q in a divergence
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence(Rejection):
+    """Judging without a judge (arXiv:2601.04766): a sampled token is accepted, whatever p and q say of it, where the KL
+    divergence of q from p after the text before it is below `nats`, unless the target is sure of a token there. It is
+    not the target's distribution. Greedy rows and point masses are verified exactly, and 0 nats are `Rejection`. A q of
+    0 counts as 1e-9, since a draft may lack tokens of the target. Raises UserError for a negative number."""
+
+    lossless = False
+    reads_draws = True
+    nats: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.nats < float("inf"):
+            raise UserError(f"the rule kl takes a number of nats from 0 on, got {self.nats}; try kl-0.5")
+
+    def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
+        if tree.drawn is None or self.nats == 0:
+            return exact_rule(tree).accept(tree, logits_BNV, sampling, chances)
+        return super().accept(tree, logits_BNV, sampling, chances)
+
+    def eased(self, accept_BK: Tensor, target_BV: Tensor, log_q_BV: Tensor, sampled_BK: Tensor) -> Tensor:
+        log_q_BV = renormalised(log_q_BV).clamp(min=_LEAST_Q).log()
+        divergence_B = -(torch.special.entr(target_BV) + target_BV * log_q_BV).sum(-1).clamp(min=0)
+        alike_B = (divergence_B < self.nats) & (target_BV.amax(-1) <= _SURE)
+        return torch.where(alike_B[:, None] & sampled_BK & (accept_BK > 0), 1.0, accept_BK)
 
 
 def accept_block(tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
@@ -308,6 +351,18 @@ class AcceptAll(Rule):
         deepest_B = torch.where(tree.real_BN, tree.depths_BN, -1).argmax(-1)
         rows_B = torch.arange(len(deepest_B), device=deepest_B.device)
         return down_to(tree, deepest_B, choose_at(logits_BNV, chances.choices_BN, sampling, rows_B, deepest_B))
+
+
+def lossy_rule(name: str) -> Rule:
+    """The lossy rule of a name: typical, kl, or kl with its number of nats, kl-0.5. Raises UserError if there is
+    none."""
+    kind, _, number = name.partition("-")
+    try:
+        if kind == "kl":
+            return Divergence(nats=float(number)) if number else Divergence()
+        return {"typical": Typical()}[name]
+    except (KeyError, ValueError) as error:
+        raise UserError(f"there is no lossy rule {name!r}; choose typical or kl-0.5") from error
 
 
 def exact_rule(tree: TokenTree) -> Rule:

@@ -17,7 +17,7 @@ from draftsmith.modules.baselines.registry import baseline
 from draftsmith.modules.decoding.requests import DecodeSettings, Request
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from draftsmith.modules.verification.sampling import Sampling
-from support.drafters import ScriptedDrafter
+from support.drafters import ScriptedDrafter, TableDrafter, random_log_probs
 from support.policies import branching
 from support.tiers import some_long
 
@@ -160,6 +160,30 @@ def test_a_sampling_policy_that_drafts_nothing_is_compared_as_plain_decoding(tin
     method = scripted(tiny_target_f64, "mixed", SampledTree(Topology.chain(0)), temperature=0.8)
     found = run(tiny_target_f64, method, replace(CONFIG, temperatures=0.8))
     assert (found.nodes, found.overall.lossless.identical, found.overall.distribution) == (1, 11, None)
+
+
+@pytest.mark.parametrize(("lossy", "policy", "changed"), [
+    ("typical", Chain(4), True), ("kl-0", branching(2, 2), False), ("kl-9", branching(2, 2), True)])
+def test_a_lossy_rule_is_named_and_the_answers_that_it_changes_are_counted(
+        lossy: str, policy: Any, changed: bool, tiny_target_f64: Target) -> None:
+    """Against the exact rule with the same drafts and random numbers; the references stay exact."""
+    target = tiny_target_f64
+    method = Method(name="table", family="table", policy_for=lambda _, __: policy,
+                    drafter=TableDrafter(random_log_probs(target.vocab_size, target.vocab_size)))
+    found, exact = (run(target, method, replace(CONFIG, temperatures=0.8, lossy=name)) for name in (lossy, ""))
+    assert (found.lossy, exact.lossy, found.faulty, found.overall.distribution) == (lossy, "", False, None)
+    assert (found.overall.lossless.prompts, found.overall.lossless.different > 0) == (11, changed)
+    assert (found.overall.accepted_length > exact.overall.accepted_length) == changed
+    assert (found.to_dict()["lossy"], "lossy" in exact.to_dict(), found.acceptance) == (lossy, False, ())
+
+
+@pytest.mark.parametrize(("given", "says"), [
+    ({"lossy": "typical"}, "evaluate.lossy typical .* temperature 0 and the policy none are exact; leave these out"),
+    ({"lossy": "kl", "temperatures": 1.0, "policies": ("static", "none")}, "the policy none are exact"),
+    ({"lossy": "most", "temperatures": 1.0}, "there is no lossy rule 'most'; choose typical or kl-0.5")])
+def test_lossy_and_exact_settings_do_not_go_together(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        EvaluateConfig(**given)
 
 
 def test_one_policy_and_one_baseline_need_no_list() -> None:

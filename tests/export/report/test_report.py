@@ -109,6 +109,16 @@ def test_a_fault_of_the_loop_without_drafts_is_not_called_one_of_the_draft() -> 
     assert "The loop without drafts is wrong." in terminal_table(run)
 
 
+def test_a_lossy_result_cannot_be_mistaken() -> None:
+    run = a_run(of={"lossy": "typical"}, temperatures=(0.7,), lossless=lossless(10, 7))
+    said = "LOSSY (typical): 3 of 10 answers (30%) differ from those of exact verification"
+    assert headline(run).endswith(f", but {said}.")
+    assert f"medusa at temperature 0.7: {said} with the same drafts and random numbers" in " ".join(verdicts(run))
+    assert "Answers are not the target's own." in terminal_table(run)
+    assert "answers that the LOSSY rule typical left as they are" in terminal_table(run)
+    assert not run.evaluations[0].faulty
+
+
 @pytest.mark.parametrize(("nodes", "said"), [(1, "nothing was drafted"), (6, "no pass accepted a guess")])
 def test_no_accepted_guess_is_told_from_no_guess(nodes: int, said: str) -> None:
     run = a_run(of={"nodes": nodes}, accepted_length=1.0, acceptance_by_position=())

@@ -12,9 +12,11 @@ from draftsmith.modules.verification import sampling as sampling_module
 from draftsmith.modules.verification.acceptance_rules import (
     Accepted,
     Chances,
+    Divergence,
     chain_chances,
     down_to,
     exact_rule,
+    lossy_rule,
     reject_siblings,
 )
 from draftsmith.modules.verification.sampling import draw, penalise
@@ -351,6 +353,43 @@ def test_a_sampled_tree_with_its_rule_passes_a_g_test(kept: list[int] | None) ->
                                   Chances(choices_BN=choices, tests_BN=draws.tests(tree.size)))
     statistic, cells = g_statistic(wrong, accepted, exact, generator)
     assert statistic > chi2_bound(cells)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_divergence_of_nothing_is_rejection_and_of_more_takes_what_is_alike(width: int) -> None:
+    """At 0 nats token by token; at some every guess of a draft that is like an unsure target, and the law is lost."""
+    rows, size = 4000, 6
+    p = random_log_probs(size, size, seed=1).double()
+    near = TableDrafter((p + 0.2 * random_log_probs(size, size, seed=3)).log_softmax(-1).float())
+    draws, roots = draws_for(rows, 1.0), torch.full((rows,), 4)
+    tree = branching(width, 1).grow(near, near.start(rows, 64), roots, draws)
+    generator = torch.Generator().manual_seed(5)
+    chances = Chances(choices_BN=torch.rand(rows, tree.size, dtype=torch.float64, generator=generator),
+                      tests_BN=draws.tests(tree.size))
+    temperature_B = draws.temperature_B.clone()
+    temperature_B[::4] = 0
+    sampling = Sampling(temperature_B=temperature_B, sampling_rows=tuple(range(rows)))
+    exact, none, some, sure = (rule.accept(tree, scale * p[tree.tokens_BN], sampling, chances) for rule, scale in (
+        (Rejection(), 1), (Divergence(nats=0), 1), (Divergence(nats=9), 1), (Divergence(nats=9), 40)))
+    for name, values in vars(exact).items():
+        assert torch.equal(values, getattr(none, name))
+        # Greedy rows are exact at any threshold, and so is a target that is sure.
+        assert torch.equal(values[::4], getattr(some, name)[::4])
+    assert float(some.counts_B[1::4].float().mean()) == tree.max_depth + 1
+    assert float(sure.counts_B.float().mean()) < tree.max_depth + 1
+    statistic, cells = g_statistic(tree.of_first(rows), some, p.softmax(-1), generator)
+    assert statistic > chi2_bound(cells)
+
+
+@pytest.mark.parametrize(("name", "found"), [("typical", Typical()), ("kl", Divergence()), ("kl-2", Divergence(nats=2)),
+                                             ("kl-x", None), ("exact", None), ("kl--1", None), ("typical-2", None)])
+def test_lossy_rules_by_name(name: str, found: Rule | None) -> None:
+    if found is None:
+        with pytest.raises(UserError, match=r"there is no lossy rule|takes a number of nats from 0 on, got -1"):
+            lossy_rule(name)
+    else:
+        assert lossy_rule(name) == found
+        assert not found.lossless
 
 
 def test_typical_acceptance_by_hand() -> None:

@@ -480,6 +480,13 @@ def test_a_speed_of_a_busy_machine_says_so(folder: Path, tmp_path: Path) -> None
                 "is not reliable)." in card) == contended
 
 
+def test_a_lossy_evaluation_says_so_on_the_card(folder: Path, tmp_path: Path) -> None:
+    found = evaluation(tmp_path / "evaluation.json", weights_of(folder), lossy="typical",
+                       lossless={"prompts": 10, "identical": 7})
+    card = bytes(planned(given(folder, evaluation=found))["README.md"]).decode()
+    assert "**LOSSY (typical): 3 of 10 answers differ from those of exact verification.**" in card
+
+
 def test_an_evaluation_names_its_artifact(folder: Path, tiny_target: Target) -> None:
     artifact = load_artifact(folder, tiny_target)
     run = evaluate(tiny_target, [Method.of(artifact)], {"own": [Question(prompt=lambda _: [5, 9, 11])]},
