@@ -23,9 +23,12 @@ from ...modules import (
     parse_joined,
     stream,
 )
-from ...modules.config_checks import CheckedSettings, Whole
+from ...modules.config_checks import CheckedSettings, Natural, Whole
+from ...modules.decoding.constraints import Grammar, ThinkingBudget
 from ...modules.decoding.recorders import GuessedPass, PassRecorder, WrittenToken
 from ...modules.decoding.requests import TokenText, visible
+from ...modules.target.loading.generation_defaults import TokenBiases
+from ...modules.verification.acceptance_rules import lossy_rule
 from ...modules.verification.sampling import Temperature
 from ..chat_settings import TemplateConfig, artifact_target, own_target
 from ..reading.command_line import Command, Parsed
@@ -121,6 +124,31 @@ class AnswerArguments(CheckedSettings):
     """Seed of the sampled answer."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""
+    json_schema: Path | None = None
+    """File with a JSON schema that answers follow; what it forces is copied for free. Takes draftsmith[structured]."""
+    regex: str = ""
+    """Regular expression that answers match."""
+    grammar: Path | None = None
+    """File with a grammar that answers follow, in the EBNF of llama.cpp with the rule root."""
+    thinking_tokens: Natural | None = None
+    """Most tokens of thinking: after them its end is forced; null leaves it to the target."""
+    min_new_tokens: Natural = 0
+    """Tokens of an answer before which it does not end; 0 leaves it to the target."""
+    no_repeat_ngram_size: Natural = 0
+    """Let no sequence of this many tokens come twice, the prompt included; 0 lets all."""
+    bad_words: tuple[str, ...] = ()
+    """Texts that answers do not hold, at the start of a word and inside."""
+    sequence_bias: dict[str, float] = field(default_factory=dict)
+    """Texts and what is added to the logit of their last token where the rest stands before it, as in {' cat': -2.5}.
+    """
+    suppress_tokens: tuple[Natural, ...] = ()
+    """Tokens, by their ids, that answers do not hold."""
+    forced_end: bool = False
+    """Make an end token the last one of an answer of full length."""
+    lossy: str = ""
+    """Accept more guesses than the target would write, so that answers are NOT its own, above temperature 0: typical
+    (likely enough guesses), or kl and a number, kl-0.5 (guesses where draft and target differ by fewer nats; takes a
+    policy that samples). Empty is exact."""
     graphs: bool | None = None
     """Replay whole rounds as CUDA graphs; null does so on a CUDA device. A last line says what could not be."""
     compile: bool = False
@@ -142,12 +170,53 @@ class AnswerArguments(CheckedSettings):
         if self.policy != FASTEST:
             parse_joined(self.policy)
         self.decode_settings()
+        self.form()
+        if self.lossy and (self.temperature == 0 or self.policy == NONE):
+            raise UserError(f"lossy {self.lossy} accepts more of what was drafted above temperature 0, and "
+                            f"temperature {self.temperature:g} with policy {self.policy} is exact; give both a "
+                            "--temperature and a draft, or leave --lossy out")
 
     def decode_settings(self) -> DecodeSettings:
-        """The decoding loop's settings. Raises UserError when a number is out of its range."""
+        """The decoding loop's settings, but for biases. Raises UserError when a number is out of its range."""
         return DecodeSettings(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed,
                               repetition_penalty=self.repetition_penalty, stop=self.stop, graphs=self.graphs,
-                              compile=self.compile)
+                              compile=self.compile, lossy=lossy_rule(self.lossy) if self.lossy else None)
+
+    def form(self) -> Grammar | None:
+        """The form of the answers. Raises UserError if there are two, or one that cannot be read or compiled."""
+        given: dict[Any, Any] = {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
+        asked = {name: value for name, value in given.items() if value}
+        if len(asked) > 1:
+            raise UserError(f"an answer follows one form, got {' and '.join(asked)}; leave one out")
+        for name, value in asked.items():
+            try:
+                return Grammar(name, value.read_text(encoding="utf-8") if isinstance(value, Path) else value)
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"{name} {value} cannot be read ({error}); give a file of text") from error
+        return None
+
+    def biases(self, target: Target) -> TokenBiases:
+        """The target's own biases and those asked for. Raises UserError as `TokenBiases.of` does."""
+        def tokens(text: str) -> list[list[int]]:
+            # A word has another token after a space.
+            found = [target.tokenizer.encode(one, add_special_tokens=False) for one in (text, f" {text.lstrip()}")]
+            return [one for place, one in enumerate(found) if one and one not in found[:place]]
+
+        own, more = target.biases.of_generate(), self.sequence_bias.items()
+        asked = {"bad_words_ids": [one for text in self.bad_words for one in tokens(text)],
+                 "sequence_bias": [*own.get("sequence_bias", {}).items(),
+                                   *((one, value) for text, value in more for one in tokens(text))],
+                 "suppress_tokens": self.suppress_tokens, "min_new_tokens": self.min_new_tokens,
+                 "no_repeat_ngram_size": self.no_repeat_ngram_size,
+                 "forced_eos_token_id": target.eos_ids if self.forced_end else None}
+        given = {name: value for name, value in asked.items() if value}
+        return TokenBiases.of({**own, **given}, target.eos_ids, target.vocab_size)
+
+    def request(self, target: Target, tokens: list[int], index: int, room: int) -> Request:
+        """The request for an answer of at most `room` tokens."""
+        budget = () if self.thinking_tokens is None else (
+            ThinkingBudget.of(target.tokenizer, self.thinking_tokens, len(tokens)),)
+        return Request(tuple(tokens), index, room, self.temperature, processors=budget, grammar=self.form())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +249,9 @@ class Answers:
         self.artifact = load_artifact(given.artifact, target, trust=given.trust)
         self.template = given.template.build(target)
         self.drafting = self.artifact.drafting(given.policy, temperature=given.temperature)
+        self.settings = replace(given.decode_settings(), biases=given.biases(target))
+        if self.settings.lossy is not None:
+            self.settings.lossy.check(self.drafting.policy)
         self.artifact.target.compiler.watch, self.compiling = self.watch, False
 
     def watch(self, busy: bool) -> None:
@@ -193,7 +265,7 @@ class Answers:
         target, stats, recorder = self.artifact.target, DecodeStats(), PassRecorder() if self.marks else None
 
         def drafted() -> Iterator[list[int]]:
-            for tokens in stream(target, request, self.given.decode_settings(), drafter=self.drafting.drafter,
+            for tokens in stream(target, request, self.settings, drafter=self.drafting.drafter,
                                  observer=recorder, policy=self.drafting.policy, stats=stats):
                 passes.append(tokens)
                 yield tokens
@@ -221,6 +293,9 @@ class Answers:
         given = self.given
         if stats.graph_refusal:
             say(f"not replayed as CUDA graphs: {stats.graph_refusal}", file=sys.stderr)
+        if given.lossy:
+            say(f"lossy {given.lossy}: this is NOT the target's own answer; draftsmith evaluate --lossy {given.lossy} "
+                "measures how many answers differ", file=sys.stderr)
         if given.compile:
             say(f"not compiled: {stats.compile_refusal}" if stats.compile_refusal else
                 f"layers compiled in {stats.compile_seconds:.1f} s", file=sys.stderr)
@@ -235,7 +310,7 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     given, passes = parsed.values, list[list[int]]()
     answers = Answers(given, marks_for(sys.stdout.isatty(), os.environ) if given.show_drafts else None)
     tokens = answers.template.prompt([{"role": "user", "content": given.prompt}])
-    request = Request(tuple(tokens), 0, given.max_new_tokens, given.temperature)
+    request = given.request(answers.artifact.target, tokens, 0, given.max_new_tokens)
     stats, marked = answers.print(request, passes)
     if marked is not None:
         print(f"\n{marked.summary()}", flush=True)
@@ -271,7 +346,7 @@ def chat(parsed: Parsed[ChatArguments]) -> None:
             # Less than a whole answer is still an answer: only a conversation without any room is refused.
             if (room := min(given.max_new_tokens, context - len(tokens))) < 1:
                 raise UserError(full)
-            request = Request(tuple(tokens), place, room, given.temperature)
+            request = given.request(answers.artifact.target, tokens, place, room)
             with stopped_by_signals():
                 stats, _ = answers.print(request, passes)
             answers.count(request, passes, stats, full if room < given.max_new_tokens else "")

@@ -16,21 +16,51 @@ import torch
 from benchmarks.parts import campaign_drafters as campaign
 from benchmarks.parts.campaign_drafters import VOCABULARY
 from draftsmith.modules import DecodeSettings, DySpecTree, Policy, Proposer, Rejection, Request, decode
+from draftsmith.modules.decoding.constraints import Grammar, GrammarRow
 from draftsmith.modules.policies import trees
+from draftsmith.modules.verification.acceptance_rules import Divergence
 from references import wrong_rules
 from scipy.special import xlogy
 from support.policies import branching
 from transformers import GenerationConfig
 
 TEMPERATURES = (0.1, 0.3, 0.7, 1.0, 1.2)
-FILTERS: dict[str,
-              dict[str, Any]] = {"none": {}, "top-k": {"top_k": 5}, "top-p": {"top_p": 0.8}, "min-p": {"min_p": 0.3}}
+FILTERS: dict[str, dict[str, Any]] = {"none": {}, "top-k": {"top_k": 5}, "top-p": {"top_p": 0.8},
+                                      "min-p": {"min_p": 0.3}, "processor": {}, "grammar": {}}
 DRAFTS: dict[str, Callable[[Proposer], Proposer]] = {
     "own": lambda proposer: proposer, "too sure": campaign.TooSure, "reduced": campaign.Reduced,
 }
 PROMPT, PLACES = (1, 4, 2), 4  # The request and the tokens of its answer; the first comes from the prompt's pass
 ANSWERS, SIMULATED = 1000, 999
 """Sampled answers of a cell, and samples of the distribution itself that G is compared with."""
+
+
+def masked(texts: Any, scores: Any) -> Any:
+    """A processor: no token comes twice in a row, and every third text is moved towards high ids."""
+    moved = scores + (texts.sum(-1, keepdim=True) % 3 == 0) * torch.linspace(0, 1, scores.shape[-1])
+    return moved.scatter(1, texts[:, -1:], -torch.inf)
+
+
+@cache
+def grammar() -> Grammar:
+    """A form over the eight tokens, in which some places are forced and some ends are allowed."""
+    return Grammar("grammar", r"""root ::= ("!" [ \n\"] | " " [!\"] | "\n" [!\n \"] | "<pad>" "!" | "\"" any)*
+any ::= [ !\n\"] | "<pad>" | "<unk>"
+""")
+
+
+def following(texts: Any, scores: Any) -> Any:
+    """The grammar as a processor that reads each answer anew."""
+    for text, scores_V in zip(texts.tolist(), scores, strict=True):
+        target = campaign.enumerable_target(1.0)
+        row = GrammarRow(grammar().compiled(target.tokenizer, VOCABULARY, target.eos_ids), target.tokenizer, VOCABULARY,
+                         target.eos_ids)
+        scores_V[~row.allowed(tuple(text[len(PROMPT) :]))] = -torch.inf
+    return scores
+
+
+RULES: dict[str, Callable[[], dict[str, Any]]] = {"processor": lambda: {"processors": (masked,)},
+                                                  "grammar": lambda: {"grammar": grammar()}}
 
 
 @cache
@@ -41,7 +71,8 @@ def law(temperature: float, filtered: str) -> np.ndarray[Any, np.dtype[np.float6
     prefixes, chances = torch.tensor([PROMPT]), torch.ones(1, dtype=torch.float64)
     tokens = torch.arange(VOCABULARY)
     with campaign.enumerable_target(temperature).native() as model, torch.no_grad():
-        processors = model._get_logits_processor(settings)
+        own = {"processor": [masked], "grammar": [following]}.get(filtered)
+        processors = model._get_logits_processor(settings, logits_processor=own)
         for _ in range(PLACES):
             next_SV = processors(prefixes, model(prefixes, use_cache=False).logits[:, -1]).softmax(-1)
             chances = (chances[:, None] * next_SV).flatten()
@@ -69,7 +100,8 @@ def sampled(name: str, drafter: str, growth: campaign.Growth, temperature: float
             answers: int = ANSWERS) -> campaign.Outcome:
     """Sample answers and compare how often each triple occurs with its probability."""
     target, seed = campaign.enumerable_target(temperature), zlib.crc32(name.encode())
-    requests = [Request(PROMPT, index, PLACES, temperature) for index in range(answers)]
+    more = RULES[filtered]() if filtered in RULES else {}
+    requests = [Request(PROMPT, index, PLACES, temperature, **more) for index in range(answers)]
     settings = DecodeSettings(batch_size=500, ignore_eos=True, seed=seed, lossy=rule, **FILTERS[filtered])
     proposer = growth.drafter(DRAFTS[draft](campaign.make(drafter, target)), target)
     with inside():
@@ -111,6 +143,7 @@ def wrong_cells() -> dict[str, Callable[[], campaign.Outcome]]:
         "one_entry_residual": (partial(by, wrong_rules.one_entry_residual), tree(), 1.0, "own"),
         "no_renormalisation": (partial(by, wrong_rules.no_renormalisation), static(), 1.0, "own"),
         "typical": (partial(by, wrong_rules.typical), static(), 1.0, "own"),
+        "kl": (nullcontext, tree(), 1.0, "own"),
         "no_residual": (partial(by, wrong_rules.no_residual), tree(), 1.0, "own"),
         "underflowing_q": (partial(by, wrong_rules.underflowing_q), tree(), 0.1, "too sure"),
         "likeliest_as_samples": (likeliest_as_samples, tree(), 1.0, "own"),
@@ -124,7 +157,7 @@ def wrong_cells() -> dict[str, Callable[[], campaign.Outcome]]:
 def _wrong(name: str, inside: Callable[[], AbstractContextManager[Any]], policy: Policy, temperature: float,
            draft: str) -> campaign.Outcome:
     # The loop judges where it rejects by a rule of these.
-    rule = Rejection() if isinstance(inside, partial) else None
+    rule = Divergence(nats=9.0) if name == "kl" else Rejection() if isinstance(inside, partial) else None
     outcome = sampled(name, "eagle3", campaign.Growth(lambda: policy), temperature, "none", draft, inside=inside,
                       rule=rule, answers=4 * ANSWERS)
     outcome.divergences, outcome.note = 0, ""

@@ -298,3 +298,51 @@ def test_a_switch_needs_no_value(words: list[str]) -> None:
     for more, expected in ((["--show-drafts"], True), (["--show-drafts", "--seed", "3"], True), ([], False),
                            (["--show-drafts", "false"], False), (["--show_drafts=true"], True)):
         assert command.parse([*words[1:], *more]).settings["show_drafts"] is expected
+
+
+def test_what_decides_an_answer_is_asked_for_by_name(words: list[str], tmp_path: Path,
+                                                     capfd: pytest.CaptureFixture[str]) -> None:
+    """Each setting shows in the answer; a lossy rule is named next to it."""
+    pytest.importorskip("xgrammar")
+    (tmp_path / "schema.json").write_text('{"enum": ["Paris", "London"]}')
+    (tmp_path / "form.ebnf").write_text('root ::= "a" | "b" root')
+    free = answered(words, capfd)
+    for more, holds in (
+            (["--json_schema", str(tmp_path / "schema.json")], lambda text: text in ('"Paris"', '"London"')),
+            (["--regex", "(yes|no){2}"], lambda text: text in ("yesyes", "yesno", "noyes", "nono")),
+            (["--grammar", str(tmp_path / "form.ebnf")], lambda text: set(text) <= {"a", "b"}),
+            (["--no_repeat_ngram_size", "1"], lambda text: len(set(text)) == len(text)),
+            (["--bad_words", free[0]], lambda text: free[0] not in text),
+            (["--sequence_bias", "{x: 90}"], lambda text: set(text) == {"x"}),
+            (["--suppress_tokens", "[10,11]", "--min_new_tokens", "30"], lambda text: len(text) >= 30)):
+        found = answered([*words, *more], capfd)
+        assert holds(found), (more, found)
+    command = [*words, "--temperature", "1", "--policy", "sampled-4"]
+    assert main([*command, "--lossy", "kl-0.5"]) == 0
+    assert "lossy kl-0.5: this is NOT the target's own answer" in capfd.readouterr().err
+
+
+def answered(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    assert main(words) == 0
+    return capfd.readouterr().out.rstrip("\n")
+
+
+@pytest.mark.parametrize(("more", "says"), [
+    (["--json_schema", "nowhere.json"], "json_schema nowhere.json cannot be read"),
+    (["--regex", "(a"], "regex cannot be compiled: .*parenthesis is not closed"),
+    (["--regex", "a", "--grammar", "x"], "an answer follows one form, got regex and grammar; leave one out"),
+    (["--lossy", "typical"], "temperature 0 with policy fastest is exact"),
+    (["--lossy", "typical", "--temperature", "1", "--policy", "none"], "temperature 1 with policy none is exact"),
+    (["--lossy", "best", "--temperature", "1"], "there is no lossy rule 'best'; choose typical or kl-0.5"),
+    (["--lossy", "kl", "--temperature", "1", "--policy", "chain-2"], "this policy samples none; choose sampled"),
+    (["--thinking_tokens", "9"], "thinking_tokens is 9, but the target does not think"),
+    (["--thinking_tokens", "-1"], "thinking_tokens must be at least 0, got -1"),
+    (["--sequence_bias", "{'': 1}", "--bad_words", "['']", "--suppress_tokens", "[-1]"], "suppress_tokens.* must be"),
+])
+def test_settings_that_make_no_sense_are_refused_in_a_sentence(words: list[str], more: list[str], says: str,
+                                                               capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("xgrammar")
+    assert main([*words, *more]) == 2
+    found = capfd.readouterr()
+    assert found.out == ""
+    assert re.search(says, found.err), found.err
