@@ -120,8 +120,10 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
         room = generation_config.max_length - input_ids.shape[1]
         prompts = [tuple(row_L[mask_L.bool()].tolist()) for row_L, mask_L in zip(input_ids, mask_BL, strict=True)]
         requests = [Request(prompt, index, room, defaults.temperature) for index, prompt in enumerate(prompts)]
-        if own := list(given.get("logits_processor") or ()):
-            # A call's own processor stands in for transformers' of its kind: all of them are taken as they stand.
+        own = list(given.get("logits_processor") or ())
+        if own or defaults.biases != defaults.biases.alone:
+            # A call's own processor stands in for transformers' of its kind, and those of texts see the padding of the
+            # batch: all of them are taken as they stand.
             kept = [one for one in logits_processor if type(one) not in _WARPERS or any(one is mine for mine in own)]
             requests = [replace(one, processors=tuple(_of_row(each, row_L[: len(row_L) - len(one.tokens)])
                                                       for each in kept))

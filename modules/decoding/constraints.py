@@ -1,5 +1,5 @@
-"""What may follow a text, decided from the text alone and node by node of a tree: processors of logits, a budget of
-thinking, and a grammar, whose matcher walks the tree and goes back with it.
+"""Rules of what may follow a text, which look at the text alone and are applied node by node of a tree: processors of
+logits, a budget of thinking, and a grammar, whose matcher walks the tree and goes back with it.
 
 Shapes: B rows, N nodes, L tokens of a text, V target vocabulary, Q draft vocabulary."""
 
@@ -30,9 +30,9 @@ _STATE = ("SynthID", "ClassifierFreeGuidance")  # In names of transformers' proc
 
 
 def fault_of(processors: Sequence[Processor], text: Sequence[int], vocab_size: int, device: torch.device) -> str:
-    """Why one of the processors is no pure function of (text, logits); empty where all are. Each of a user's own is
-    tried twice on texts that branch, as those of a tree do: it must say the same of each, and note nothing after its
-    first call, in which it may make tensors."""
+    """The reason why one of the processors is no pure function of (text, logits); empty where all are. Each of a user's
+    own is tried twice on texts that branch, as those of a tree do: it must say the same of each, and note nothing after
+    its first call, in which it may make tensors."""
     logits_1V = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(0)).to(device)
     first, second = ((text[-1] + step) % vocab_size for step in (1, 2))
     texts = [torch.tensor([[*text, *more]], device=device)
@@ -52,8 +52,8 @@ def fault_of(processors: Sequence[Processor], text: Sequence[int], vocab_size: i
         except Exception as error:  # noqa: BLE001 Whatever a user's code raises
             said = str(error) or type(error).__name__
             return remedy.format(f"fails on a text that does not continue the one before ({said})")
-        if wrong := next((one for one in seen if one.shape != logits_1V.shape), None):
-            return remedy.format(f"returns the shape {list(wrong.shape)} for logits of {list(logits_1V.shape)}")
+        if wrong := [list(found.shape) for found in seen if found.shape != logits_1V.shape]:
+            return remedy.format(f"returns the shape {wrong[0]} for logits of {list(logits_1V.shape)}")
         again = zip(seen[: len(texts)], seen[len(texts) :], strict=True)
         if len(notes) > 1 or not all(torch.equal(*pair) for pair in again):
             return remedy.format("has a state, which the branches of a tree would mix up")
@@ -148,7 +148,7 @@ def _compiler(tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> Any:
 
 
 class GrammarRow:
-    """How far the answer of a row has come in a grammar, and what may follow on the paths of a tree below it."""
+    """The place of a row's answer in a grammar, and what may follow on the paths of a tree below it."""
 
     def __init__(self, compiled: Any, tokenizer: Any, vocab_size: int, eos_ids: tuple[int, ...]) -> None:
         self._matcher, self._tokenizer = _library().GrammarMatcher(compiled), tokenizer
@@ -203,7 +203,7 @@ class GrammarRow:
 
 @dataclass
 class RowRules:
-    """What decides the next token of a row on the host, and the text that the target has read of it."""
+    """The rules that decide the next token of a row on the host, and the text that the target has read of it."""
 
     text: list[int]
     before: list[Processor] = field(default_factory=list)  # Of logits before biases and the repetition penalty

@@ -39,7 +39,6 @@ class TokenBiases:
     least_tokens: int = 0  # Tokens of an answer before which no end token comes
     sequences: tuple[tuple[tuple[int, ...], float], ...] = ()  # The same as `added` for the last of several tokens
     no_repeat_ngram_size: int = 0  # Tokens of the n-grams that occur once at most, the prompt included; 0 is none
-    forced_first: int | None = None  # The token after a text of one token
     forced_last: tuple[int, ...] = ()  # One of these is the last token of an answer of full length
 
     @classmethod
@@ -64,7 +63,6 @@ class TokenBiases:
         return cls(added=tuple(found.items()), not_first=not_first, least_tokens=least,
                    sequences=tuple(pair for pair in pairs if len(pair[0]) > 1),
                    no_repeat_ngram_size=settings.get("no_repeat_ngram_size") or 0,
-                   forced_first=settings.get("forced_bos_token_id"),
                    forced_last=_ascending(settings.get("forced_eos_token_id")))
 
     @property
@@ -80,8 +78,6 @@ class TokenBiases:
         after: list[Any] = []
         if self.no_repeat_ngram_size:
             after.append(native.NoRepeatNGramLogitsProcessor(self.no_repeat_ngram_size))
-        if self.forced_first is not None:
-            after.append(native.ForcedBOSTokenLogitsProcessor(self.forced_first))
         if self.forced_last:
             after.append(native.ForcedEOSTokenLogitsProcessor(longest, [*self.forced_last], str(device)))
         return before, after
@@ -90,7 +86,7 @@ class TokenBiases:
         """The arguments of `generate` that ask for the same."""
         pairs = [*(((token,), value) for token, value in self.added), *self.sequences]
         asked = {"sequence_bias": dict(pairs) or None, "no_repeat_ngram_size": self.no_repeat_ngram_size or None,
-                 "forced_bos_token_id": self.forced_first, "forced_eos_token_id": [*self.forced_last] or None,
+                 "forced_eos_token_id": [*self.forced_last] or None,
                  "begin_suppress_tokens": list(self.not_first) or None, "min_new_tokens": self.least_tokens or None}
         return {name: value for name, value in asked.items() if value is not None}
 
@@ -99,8 +95,8 @@ _CHANGES_ANSWERS: dict[str, tuple[object, ...]] = {
     "num_beams": (None, 1), "num_beam_groups": (None, 1), "penalty_alpha": (None, 0), "dola_layers": (None,),
     "constraints": (None,), "force_words_ids": (None,), "stop_strings": (None, []), "max_time": (None,),
     "token_healing": (None, False), "guidance_scale": (None, 1), "encoder_repetition_penalty": (None, 1),
-    "encoder_no_repeat_ngram_size": (None, 0), "exponential_decay_length_penalty": (None,),
-    "watermarking_config": (None,), "remove_invalid_values": (None, False),
+    "encoder_no_repeat_ngram_size": (None, 0), "forced_bos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,), "watermarking_config": (None,), "remove_invalid_values": (None, False),
     "cache_implementation": (None, "dynamic", "offloaded", "static", "offloaded_static", "paged", "sliding_window",
                              "hybrid", "hybrid_chunked", "offloaded_hybrid", "offloaded_hybrid_chunked"),
 }  # Settings that change greedy and sampled answers, with the values at which they do not

@@ -68,7 +68,7 @@ def test_a_processor_is_applied_as_by_generate(tiny_target_f64: Target, policy: 
 
 
 def test_thinking_ends_after_its_budget() -> None:
-    """Whatever the target would say: the end mark follows the last token of the budget, and is finished once begun."""
+    """The end mark follows the last token of the budget, and once it starts it is whole."""
     free = torch.zeros(1, 40)
     after: list[tuple[tuple[int, ...], int | None]] = [
         ((33, 1, 2, 3, 4), None), ((33, 1, 2, 3, 4, 5, 6, 7, 8), 17), ((33, 1, 2, 3, 4, 5, 6, 7, 17), 18),

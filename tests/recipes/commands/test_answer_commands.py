@@ -2,6 +2,7 @@
 that say who wrote each token, without which the answer is the plain one."""
 
 import io
+import json
 import os
 import re
 import signal
@@ -312,7 +313,7 @@ def test_what_decides_an_answer_is_asked_for_by_name(words: list[str], tmp_path:
             (["--regex", "(yes|no){2}"], lambda text: text in ("yesyes", "yesno", "noyes", "nono")),
             (["--grammar", str(tmp_path / "form.ebnf")], lambda text: set(text) <= {"a", "b"}),
             (["--no_repeat_ngram_size", "1"], lambda text: len(set(text)) == len(text)),
-            (["--bad_words", free[0]], lambda text: free[0] not in text),
+            (["--bad_words", json.dumps([free[0]])], lambda text: free[0] not in text),
             (["--sequence_bias", "{x: 90}"], lambda text: set(text) == {"x"}),
             (["--suppress_tokens", "[10,11]", "--min_new_tokens", "30"], lambda text: len(text) >= 30)):
         found = answered([*words, *more], capfd)
