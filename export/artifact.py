@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from ..modules.files.atomic_files import file_sha256, write_file
 from ..modules.files.folders import whole_folder
 from ..modules.files.json_records import typed_fields
 from ..modules.policies import registry as policies
-from ..modules.policies.registry import FASTEST, MOST, NONE, SPARSE, STATIC, policy_named
+from ..modules.policies.registry import FASTEST, MOST, NONE, PAID, SPARSE, STATIC, policy_named
 from ..modules.policies.stopping_chains import RejectionRisk
 from ..modules.target.loading.loading import is_local
 from ..modules.tuning.acceptance_examples import chain_for
@@ -153,6 +154,14 @@ class Artifact:
             risk = RejectionRisk(self.heads[temperature].head.log_acceptance, rule.setting, number or rule.threshold,
                                  rule.least)
             return chain_for(rule.setting, rule.most, risk)
+        if kind == PAID:
+            # It finds out by itself what pays: only a size that the recipe sets bounds it.
+            asked = None if self.tuning is None or number is not None else self.tuning.used_nodes
+            expected = self.provenance.get("expected_accepted_length", ())
+            chances = [after - before for before, after in pairwise([0.0, *expected])]
+            return policy_named(name.own, self.topology.prefix(min(asked or MOST, self.topology.size)), self.drafter,
+                                chances if len(chances) >= self.topology.size else (),
+                                None if self.tuning is None else self.tuning.cost.step_seconds)
         if number is not None or self.tuning is None:
             return policy_named(name.own, self.topology, self.drafter)
         # Virtual nodes are part of a pass: such trees have a size of their own.
@@ -162,11 +171,7 @@ class Artifact:
         # Where no size is known to pay for sampled rows, every policy is plain decoding.
         size = self.size_for(batch_size, temperature)
         plain = size == 1 and temperature > 0 and kind != SPARSE
-        # When a chain is cut, its block has been computed: an empty one took as long to draft as a single guess.
-        cost, steps = self.tuning.cost, range((self.drafter.reach or 0) + 1) if kind == policies.CONFIDENT else ()
-        seconds = [cost.pass_seconds(1 + guesses, batch_size) + cost.draft_seconds(max(2, 1 + guesses), batch_size)
-                   for guesses in steps]
-        return policy_named(STATIC if plain else name.own, self.topology.prefix(size), self.drafter, seconds)
+        return policy_named(STATIC if plain else name.own, self.topology.prefix(size), self.drafter)
 
 
 def save_artifact(folder: Path, drafter: Drafter, identity: TargetIdentity, provenance: dict[str, Any],

@@ -58,11 +58,11 @@ class EvaluateConfig(CheckedSettings):
     policies: tuple[str, ...] | str = (STATIC,)
     """Policies that artifacts draft with, one or several, each measured in turn: fastest (static or static+lookup, by
     what was predicted at the first temperature), static (the tree tuned on this machine; above temperature 0 none where
-    none pays), none, chain, sampled, sampled-chain, eagle2, dyspec, beam, stopping, early-exit, sparse, sure,
-    confident, specdec; optionally with a number of nodes or tokens (sure and confident: the probability of the whole
-    draft below which it ends; specdec: the risk of a rejection at which it ends), [static,chain-3,eagle2-32]; each may
-    be joined with a drafter without training: lookup (prompt lookup), suffix, recycling, ngrams, layer_skip,
-    first_layers, [static+lookup,eagle2-32+recycling-8]."""
+    none pays), paid (what pays of that tree, or none, anew before each pass), none, chain, sampled, sampled-chain,
+    eagle2, dyspec, beam, stopping, early-exit, sparse, sure, confident, specdec; optionally with a number of nodes or
+    tokens (sure and confident: the probability of the whole draft below which it ends; specdec: the risk of a rejection
+    at which it ends), [static,chain-3,eagle2-32]; each may be joined with a drafter without training: lookup (prompt
+    lookup), suffix, recycling, ngrams, layer_skip, first_layers, [static+lookup,eagle2-32+recycling-8]."""
     baselines: tuple[str, ...] | str = ()
     """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, recycling, ngrams,
     layer_skip, first_layers, and native_head, the one that some targets bring along."""

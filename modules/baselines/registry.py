@@ -21,6 +21,7 @@ from ..parts.causal_drafter import CausalDraft
 from ..parts.decoder_block import AttentionContext
 from ..policies.base import Policy
 from ..policies.ensemble import Ensemble, Union, whole_size
+from ..policies.paid import PaidTree
 from ..policies.registry import FASTEST, NONE, STATIC, parse_policy, whole_number
 from ..policies.trees import Chain, SampledTree, StaticTree
 from ..target.attention.segment_attention import mask_arguments
@@ -122,10 +123,14 @@ def joined_policy(name: PolicyName, own: Policy, target: Target) -> Policy:
     """The draft's policy, joined with the partner's where the name has one; a pass has room for all nodes of both."""
     if name.partner is None:
         return own
-    first = baseline(PARTNERS[name.partner], target, name.size)[1]
+    found = baseline(PARTNERS[name.partner], target, name.size)[1]
     # A union draws its last part alone.
-    policies = [StaticTree(first.topology) if isinstance(first, SampledTree) else first, own]
-    return Union(policies, whole_size(policies))
+    partner = StaticTree(found.topology) if isinstance(found, SampledTree) else found
+
+    def join(tree: Policy) -> Policy:
+        return Union([partner, tree], whole_size([partner, tree]))
+
+    return own.joined(join) if isinstance(own, PaidTree) else join(own)
 
 
 class LayerDraft(CausalDraft):

@@ -210,7 +210,7 @@ class Loop:
             return False
         request = self.waiting.popleft()
         self.slots[row : row + 1] = [Generation(request)]
-        self.batch.live.values[row] = True
+        self.batch.open(row)
         self.batch_verifier.open(row, request)
         self._read = self.rows.open(row, request.index)
         if self.recorder is not None:
@@ -337,7 +337,7 @@ class Loop:
         assert self.recorded is not None
         started_at = time.perf_counter()
         emitted, counts, faults, logprobs = flight.read()
-        self.recorded.advance(counts)
+        self.recorded.advance(flight, counts)
         self.stats.target_seconds += time.perf_counter() - started_at
         if self.recorder is not None:
             self.recorder.add([one.request.index for one in self.slots], counts, flight.work.observation)

@@ -8,10 +8,11 @@ The host needs no number of a replayed round to launch the next one, so it reads
 
 import functools
 import gc
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -160,14 +161,15 @@ class RecordedRounds:
         self.refusal = ""  # The reason that rounds cannot be recorded; empty while none has failed
         self.done: torch.cuda.Event | None = None  # Recorded after the last round of a call
         self.starved = False  # Whether it is the memory, of which there may be more in the next call
-        self.made: dict[tuple[int, int], RecordedRound] = {}  # By numbers of rows and of cache slots
+        self.made: dict[tuple[int, int, int], RecordedRound] = {}  # By rows, cache slots and a chosen size of the trees
         # Memory of caches and records on the device, and of the drafter, which lives as long.
         self.bytes = 0 if not isinstance(wanted.drafter, nn.Module) else sum(
             one.nbytes for one in wanted.drafter.parameters())
         self.records = 0  # Rounds that were recorded
         self.launches = Counter[RecordedRound]()
         self._storage: list[Tensor | None] = []
-        self._tried = set[int]()  # Numbers of rows of which a round was computed
+        self._tried = set[tuple[int, int]]()  # Rows and size of the trees of which a round was computed
+        self._landed = 0.0  # When the host had the numbers of the last round
         # Before the first prompt: no row may have a text when rounds are tried out.
         self._refusing(self._prepare)
         self._empty()
@@ -183,14 +185,14 @@ class RecordedRounds:
         self.batch.keep([])
         self.target_rows.active = self.rows
 
-    def shape(self, active: int, ahead: bool) -> tuple[int, int]:
+    def shape(self, active: int, ahead: bool) -> tuple[int, int, int]:
         """Numbers of rows and slots of the next round of the first `active` rows, while another one runs if `ahead`,
-        whose numbers the host does not know."""
+        whose numbers the host does not know, and the chosen size of its trees."""
         # What a draft leaves unread in one round it reads in the next.
         needed = ahead * 2 * self.path + max(
             max(cache.host_lengths[:active]) + extent for cache, extent in zip(self.caches, self.extents, strict=True))
         return (next(step for step in self.row_steps if step >= active),
-                next(step for step in self.slot_steps if step >= needed))
+                next(step for step in self.slot_steps if step >= needed), self.batch.size)
 
     def next(self, active: int, ahead: bool) -> "RecordedRound | None":
         """The next round of the first `active` rows, to be launched; None where rounds cannot be recorded."""
@@ -235,11 +237,11 @@ class RecordedRounds:
             torch.set_autocast_cache_enabled(caching)
         self.bytes += max(0, _allocated(self.batch) - before)
 
-    def _make(self, shape: tuple[int, int]) -> None:
+    def _make(self, shape: tuple[int, int, int]) -> None:
         """Record a round."""
-        if shape[0] not in self._tried:
+        if (shape[0], self.batch.size) not in self._tried:
             self._try_out(shape[0], self.slot_steps[-1])
-        self.made[shape] = RecordedRound(self, *shape)
+        self.made[shape] = RecordedRound(self, *shape[:2])
         self.records += 1
 
     def _prepare(self) -> None:
@@ -250,7 +252,7 @@ class RecordedRounds:
         for cache, held in zip(self.caches, lengths, strict=True):
             cache.host_lengths = held
         if self.batch.state is not None:
-            self.batch.state.expect(self.path)
+            self.batch.state.expect(self.path, bool(self.batch.size))
         for cache in self.caches:
             cache.reserve(self.longest, cache.extent + 4 * self.path)
         for cache in self.caches:
@@ -278,7 +280,7 @@ class RecordedRounds:
         finally:
             for values, former in held:
                 values.copy_(former)
-        self._tried.add(rows)
+        self._tried.add((rows, self.batch.size))
         return work.accepted.path_BK.shape[1]
 
     @contextmanager
@@ -292,8 +294,12 @@ class RecordedRounds:
             for cache in self.caches:
                 cache.bound = None
 
-    def advance(self, counts: list[int]) -> None:
+    def advance(self, flight: "Flight", counts: list[int]) -> None:
         """Count on the host what a round has committed on the device."""
+        if self.batch.policy is not None:
+            # It began when it was launched, or the one before it had ended.
+            began, self._landed = max(flight.launched, self._landed), time.perf_counter()
+            self.batch.policy.learn(flight.work.size, counts, self._landed - began)
         self.caches[0].advance(counts)
         if self.batch.state is not None:
             self.batch.state.advance(counts)
@@ -317,6 +323,8 @@ class RecordedRound(Round):
     def launch(self) -> "Flight":
         """Replay it, without waiting for its numbers."""
         self.replay()
+        # Now and once: rounds are waited for where the next one has yet to be recorded.
+        self.batch.plan(self.active)
         asked = self.batch.verifier.settings.logprobs
         return Flight(self, _to_host(self.host_BX[: self.active]),
                       _to_host(self.logprobs_BK[: self.active]) if asked else list)
@@ -329,6 +337,7 @@ class Flight:
     work: RecordedRound
     numbers: Callable[[], list[list[int]]]
     logprobs: Callable[[], list[list[float]]]  # None at all where nobody asks for them
+    launched: float = field(default_factory=time.perf_counter)  # When
 
     def read(self) -> tuple[list[list[int]], list[int], list[int], list[list[float]]]:
         """(new tokens, nodes on the path, fault, log-probabilities) of each row; the host waits for this round."""

@@ -6,9 +6,10 @@ to the next is written in place (`RowBuffer`, `RowCache`), so that it can be rec
 Shapes: B rows of a round, N nodes of a tree, K nodes of a path, M virtual nodes, S virtual nodes of one node, D hidden
 size, X numbers of a row for the host."""
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from .requests import DecodeSettings
 from .verifier import PARENT, BatchVerifier, Rows, Verifier, screen
 
 _ALONE = Topology.chain(0)
+MOST_UNREAD = 16  # Passes without drafts that a drafter observes at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class Batch:
     drafter: Proposer | None  # Proposes; None decodes plainly
     policy: Policy | None  # Grows the trees; None without a drafter
     state: DraftState | None  # The drafter's state of the rows; None without a drafter
+    unread: list[Observation] = field(default_factory=list)  # Passes without drafts that the drafter has yet to observe
 
     @classmethod
     def made(cls, target: Verifier, settings: DecodeSettings, drafter: Proposer | None, policy: Policy | None, *,
@@ -45,13 +48,48 @@ class Batch:
         """An empty batch: rows of at most `slots` tokens, the largest tree included, with at most `places` answered;
         all of them start with `prefix`."""
         held = target.start(rows, slots, taps, prefix)
+        if policy is not None:
+            policy.kept([])
         return cls(rows=held, verifier=BatchVerifier(settings, rows, places, target, sampled),
                    roots=RowBuffer(rows, device=target.device, dtype=torch.long),
                    live=RowBuffer(rows, blank=False, device=target.device, dtype=torch.bool), drafter=drafter,
                    policy=policy, state=None if drafter is None else started(drafter, held, rows, slots))
 
+    def open(self, row: int) -> None:
+        """Let another sequence start in a row."""
+        self.observe_unread()
+        self.live.values[row] = True
+        if self.policy is not None:
+            self.policy.opened(row)
+
+    @property
+    def size(self) -> int:
+        """Nodes of the next trees, where the policy chooses them."""
+        return 0 if self.policy is None else self.policy.size
+
+    def plan(self, rows: int) -> None:
+        """Choose what the next pass over the first rows drafts."""
+        if self.policy is not None:
+            self.policy.plan(rows)
+
+    def observe_unread(self) -> None:
+        """Show the drafter what it has yet to observe: of each pass and row one token."""
+        if not self.unread or self.drafter is None or self.state is None:
+            return
+        last, count = self.unread[-1], len(self.unread)
+        rows = len(last.counts_B)
+        self.drafter.observe(self.state, torch.arange(rows, device=last.counts_B.device), replace(
+            last, tokens_BN=torch.cat([one.tokens_BN for one in self.unread], dim=1),
+            counts_B=torch.full_like(last.counts_B, count), host_counts=[count] * rows,
+            final_BND=torch.cat([one.final_BND for one in self.unread], dim=1),
+            taps={layer: torch.cat([one.taps[layer] for one in self.unread], dim=1) for layer in last.taps}))
+        self.unread.clear()
+
     def keep(self, order: list[int]) -> None:
         """Let row r be the former row order[r], which never moves a row back; the rows after these become blank."""
+        self.observe_unread()
+        if self.policy is not None:
+            self.policy.kept(order)
         order_R = torch.tensor(order, dtype=torch.long, device=self.roots.values.device)
         self.rows.keep(order)
         self.roots.keep(order_R)
@@ -78,6 +116,12 @@ class Round:
 
     def __init__(self, batch: Batch, rows: int, *, padded: bool = False) -> None:
         self.batch, self.rows, self.padded = batch, rows, padded
+        self.began = time.perf_counter()
+        if not padded:
+            batch.plan(rows)
+        self.size = batch.size
+        # Virtual nodes are a part of passes without drafts, too.
+        self.alone = self.size == 1 and batch.drafter is not None and not batch.drafter.virtual_nodes
 
     def draft(self) -> None:
         """Grow a tree in each row."""
@@ -94,6 +138,9 @@ class Round:
         if batch.drafter is None or batch.policy is None or batch.state is None:
             return
         batch.state.drop_tree()
+        if self.alone:
+            return
+        batch.observe_unread()
         try:
             tree = batch.policy.grow(batch.drafter, batch.state, roots_B, batch.verifier.draws(self.rows))
         except TreeError as error:
@@ -143,8 +190,15 @@ class Round:
                 answers = replace(answers, real_BM=answers.real_BM & live_B1)
         self.observation = observation(self.sent, accepted, self.output, counts, answers)
         if batch.drafter is not None and batch.state is not None:
-            rows_R = torch.arange(self.rows, device=self.counts_B.device)
-            batch.drafter.observe(batch.state, rows_R, self.observation)
+            if self.alone and answers is None and not self.padded:
+                batch.unread.append(self.observation)
+                if len(batch.unread) == MOST_UNREAD:
+                    batch.observe_unread()
+            else:
+                rows_R = torch.arange(self.rows, device=self.counts_B.device)
+                batch.drafter.observe(batch.state, rows_R, self.observation)
+        if batch.policy is not None and not self.padded:
+            batch.policy.learn(self.size, counts, time.perf_counter() - self.began)
 
     def whole(self, drafting: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """All parts, as far as the device does them: the host learns no counts. Drafting runs inside `drafting`."""

@@ -162,8 +162,9 @@ class DraftState:
         for part in self.held:
             part.keep(rows_R)
 
-    def expect(self, path: int) -> None:
-        """Prepare for passes of one shape, of which none accepts more than `path` tokens of a row."""
+    def expect(self, path: int, skipped: bool) -> None:
+        """Prepare for passes of one shape, of which none accepts more than `path` tokens of a row; before some of them
+        nothing is drafted if `skipped`."""
 
     def advance(self, counts: Sequence[int]) -> None:
         """Count on the host what a replayed pass has committed on the device: counts[r] tokens of row r."""

@@ -105,9 +105,9 @@ class CausalState(Text):
         """Tokens of these rows that are not in the cache, their roots not counted."""
         return [self.host_lengths[row] - self.read.cache.host_lengths[row] for row in rows]
 
-    def expect(self, path: int) -> None:
-        """Let each pass of one shape read as many tokens as one may leave unread."""
-        self.most, self.at_once = min(WAITING, path), path > WAITING
+    def expect(self, path: int, skipped: bool) -> None:
+        """Let each pass of one shape read as many tokens as one may leave unread; none, if a pass may read nothing."""
+        self.most, self.at_once = 0 if skipped else min(WAITING, path), skipped or path > WAITING
 
     def advance(self, counts: Sequence[int]) -> None:
         """Count the accepted tokens, and those that the cache holds now: all that were unread before the pass."""

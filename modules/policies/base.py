@@ -5,6 +5,7 @@ Shapes: B rows, N nodes, F nodes of a level, K children of one node, O nodes the
 answered at once, Q entries of the draft vocabulary or candidates of a node, D width of the drafter's states."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +35,23 @@ class Policy(ABC):
 
     def check_sampling(self, setting: SamplingSetting) -> None:  # noqa: B027
         """Raise UserError when the policy was made for another sampling of the answers; most serve all."""
+
+    # A policy that chooses a size before each pass follows the batch: rows have the numbers that they have there.
+
+    size: int = 0
+    """Nodes of the next trees where `plan` chooses them, 1 for none: the drafter may then observe the pass later."""
+
+    def plan(self, rows: int) -> None:  # noqa: B027
+        """Choose the size of the next pass, over the first rows; most policies have one for all."""
+
+    def learn(self, size: int, counts: Sequence[int], seconds: float) -> None:  # noqa: B027
+        """Take in the nodes that each row accepted of a pass of this size, the root included, and its seconds."""
+
+    def opened(self, row: int) -> None:  # noqa: B027
+        """Forget a row, in which another sequence starts."""
+
+    def kept(self, order: Sequence[int]) -> None:  # noqa: B027
+        """Let row r be the former row order[r]; the others have left. Without any a batch begins."""
 
     def unwatched(self) -> "Policy":
         """This policy, made to ask the device nothing while a tree grows, as recorded rounds must; most never ask."""

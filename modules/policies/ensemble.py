@@ -44,9 +44,9 @@ class EnsembleState(DraftState):
         for part in self.parts:
             part.drop_tree()
 
-    def expect(self, path: int) -> None:
+    def expect(self, path: int, skipped: bool) -> None:
         for part in self.parts:
-            part.expect(path)
+            part.expect(path, skipped)
 
     def advance(self, counts: Sequence[int]) -> None:
         for part in self.parts:

@@ -3,14 +3,15 @@
 A name is a kind, with a number after a hyphen where it takes one: `static`, `static-16`, `chain-3`, `sure-0.3`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..errors import UserError
 from ..interfaces.proposer import JudgesGuesses, Proposer
 from ..token_tree import Topology
 from .base import Policy
 from .lookahead_trees import LookaheadTrees, ahead_trees
-from .stopping_chains import EarlyExit, JudgedPath, MaxProbability, PaidGuesses, PathProbability, StoppedChain
+from .paid import PaidTree
+from .stopping_chains import EarlyExit, JudgedPath, MaxProbability, PathProbability, StoppedChain
 from .trees import BeamTree, DySpecTree, Eagle2Tree, SampledTree, StaticTree
 
 FASTEST = "fastest"  # The default: an artifact's static, static+lookup or none, by its measurements
@@ -18,7 +19,7 @@ STATIC = "static"  # The kind that an artifact was tuned for
 NONE = "none"  # The kind that drafts nothing: the target decodes alone
 SURE = "sure"  # The kind that drafts on while the whole draft is likely enough by the drafter's own probabilities
 SPECDEC = "specdec"  # The kind that needs an acceptance head, which an artifact holds
-CONFIDENT = "confident"  # The kind that drafts on while a drafter that judges its guesses expects all to be accepted
+PAID = "paid"  # The kind that chooses the size of the tree before each pass, by what was accepted and took lately
 SPARSE = "sparse"  # The kind for drafters with virtual nodes
 DYNAMIC_DEPTH = 6  # Levels of a growing tree, where the family answers as many
 MOST = 1024  # Largest number of nodes or tokens: a pass over more takes longer than any accepted path gives back
@@ -27,6 +28,7 @@ LONGEST_SURE = 20  # Most tokens of a sure chain: those of a chain that ends by 
 
 _LEAST = {
     STATIC: 1,  # The artifact's tree, tuned for this machine or cut to N nodes (root included)
+    PAID: 1,  # The same tree, of which each pass takes the first nodes that pay, at most N
     "chain": 1,  # Its likeliest N tokens
     "sampled": 1, "sampled-chain": 1,  # The tree and the chain with sampled tokens (RSD-C, arXiv:2402.14160)
     "eagle2": 2, "dyspec": 2,  # EAGLE-2's and DySpec's growing trees of N nodes (arXiv:2406.16858, 2410.11744)
@@ -38,9 +40,8 @@ _LEAST = {
 _SHARES = {
     SURE: 0.3,  # A chain that ends after the token at which the product of their probabilities falls below it
     SPECDEC: 0.7,  # A chain that ends once an acceptance head sees a greater risk of rejection (arXiv:2405.19715)
-    # A chain that ends before the token with which a drafter that judges its guesses expects less (arXiv:2607.05147),
-    # or, without a number, where a measured step with one guess more would emit fewer tokens a second.
-    CONFIDENT: 0.3,
+    # A chain that ends before the token with which a drafter that judges its guesses expects less (arXiv:2607.05147).
+    "confident": 0.3,
 }  # Kinds whose number is a probability, with a usual one
 POLICIES = (*_LEAST, *_SHARES, NONE)
 
@@ -75,9 +76,10 @@ def whole_number(name: str, kind: str, number: str, least: int) -> int:
     return int(number)
 
 
-def policy_named(name: str, topology: Topology, drafter: Proposer, seconds: Sequence[float] = ()) -> Policy:
+def policy_named(name: str, topology: Topology, drafter: Proposer, chances: Sequence[float] = (),
+                 seconds: Callable[[int, int], float] | None = None) -> Policy:
     """The policy of this name, of POLICIES or such with a number, for a drafter with a static tree, best node first.
-    `seconds` are those of a step with 0, 1, 2 ... guesses a row, where they are known: `confident` ends drafts by them.
+    `paid` begins with the chances of its nodes and the seconds of a step by nodes and rows, where they are known.
     Raises UserError if the name, its number or the policy does not fit."""
     kind, number = parse_policy(name)
     share, count = number or _SHARES.get(kind, 0.0), None if number is None else int(number)
@@ -102,12 +104,10 @@ def policy_named(name: str, topology: Topology, drafter: Proposer, seconds: Sequ
                             "specdec, and draft with that artifact")
         case "confident":
             if not (isinstance(drafter, JudgesGuesses) and drafter.judges):
-                raise UserError(f"the policy {CONFIDENT} needs a drafter that judges its guesses, a block drafter "
+                raise UserError(f"the policy {kind} needs a drafter that judges its guesses, a block drafter "
                                 f"trained with confidence; this is {drafter.family}: choose another policy, such as "
                                 f"{SURE}")
-            paid = seconds and number is None
-            policy = StoppedChain(drafter.reach or LONGEST_SURE, PaidGuesses(drafter.judge, tuple(seconds)) if paid
-                                  else JudgedPath(drafter.judge, share))
+            policy = StoppedChain(drafter.reach or LONGEST_SURE, JudgedPath(drafter.judge, share))
         case "eagle2" | "dyspec":
             policy = {"eagle2": Eagle2Tree, "dyspec": DySpecTree}[kind](nodes, depth)
         case "beam":
@@ -126,6 +126,7 @@ def policy_named(name: str, topology: Topology, drafter: Proposer, seconds: Sequ
                 raise UserError(f"a tree of {nodes} nodes was asked for; this artifact's has {topology.size}: choose 1 "
                                 f"to {topology.size}")
             shape = topology.prefix(nodes)
-            policy = StaticTree(shape) if kind == STATIC else SampledTree(shape.numbered())
+            policy = (StaticTree(shape) if kind == STATIC else PaidTree(shape, chances, seconds) if kind == PAID else
+                      SampledTree(shape.numbered()))
     policy.check(drafter)
     return policy

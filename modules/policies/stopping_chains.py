@@ -131,11 +131,13 @@ class RejectionRisk(StoppingRule):
 
 
 @dataclass(frozen=True)
-class Judged(StoppingRule):
-    """A rule by the drafter's own judgement of its guesses (DSpark, arXiv:2607.05147). Each is made from the slot and
-    the token before the guess: it says nothing of which token will be drawn."""
+class JudgedPath(StoppingRule):
+    """Draft nothing where the draft would hardly be accepted with one token more, by the drafter's own judgement of its
+    guesses (DSpark, arXiv:2607.05147). Each is made from the slot and the token before the guess: it says nothing of
+    which token will be drawn."""
 
     judgement: Callable[[Tensor, int], Tensor]  # Logit [B] of acceptance of the guess from states [B, D] at a step
+    threshold: float  # Probability that the whole draft is accepted, the next token included
 
     reads_states = True
     judges_root = True
@@ -143,37 +145,10 @@ class Judged(StoppingRule):
     def judge(self, state_BD: Tensor, step: int) -> Tensor:
         return logsigmoid(self.judgement(state_BD, step).float())
 
-    def chances_of(self, drafted: Drafted) -> Tensor:
-        """Chances that the first 1, 2 ... guesses are all accepted, [B, J], that of the next guess the last one."""
+    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor:
         if drafted.judged_BJ is None:
             raise ValueError("nothing was judged; the drafter's states at the root come first")
-        return drafted.judged_BJ.cumsum(-1).exp()
-
-
-@dataclass(frozen=True)
-class JudgedPath(Judged):
-    """Draft nothing where the draft would hardly be accepted with one token more."""
-
-    threshold: float  # Probability that the whole draft is accepted, the next token included
-
-    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor:
-        return self.chances_of(drafted)[:, -1] < self.threshold
-
-
-@dataclass(frozen=True)
-class PaidGuesses(Judged):
-    """Stop all rows of a batch before the guess with which it would emit fewer tokens a second (DSpark, alg. 1). Let
-    a_ri be the chance that the first i guesses of row r are all accepted. With j guesses a row, a step of R rows emits
-    R + sum_r sum_{i <= j} a_ri tokens in T_j seconds. The rows are verified as one rectangle, where a shorter row saves
-    nothing: they end together, at the first decrease, since looking further would read what may be dropped."""
-
-    seconds: tuple[float, ...]  # T_j of 0, 1, 2 ... guesses a row; the last is also that of any more
-
-    def before(self, drafted: Drafted, peak_B: Tensor) -> Tensor:
-        gains_J = self.chances_of(drafted).sum(0)
-        emitted = len(peak_B) + gains_J[:-1].sum()
-        now, then = (self.seconds[min(drafted.length + more, len(self.seconds) - 1)] for more in (0, 1))
-        return ((emitted + gains_J[-1]) / then < emitted / now).expand(len(peak_B))
+        return drafted.judged_BJ.sum(-1) < log(self.threshold)
 
 
 class StoppedChain(Policy):

@@ -96,6 +96,12 @@ class CostTable:
         found = self.curve(batch)
         return along(found.sizes, found.draft_seconds, nodes)
 
+    def step_seconds(self, nodes: int, batch: int = 1) -> float:
+        """Seconds of drafting and verifying trees of so many nodes; more rows than were timed take as long as larger
+        trees of fewer rows."""
+        more = max(1.0, batch / self.curves[-1].batch)
+        return self.pass_seconds(more * nodes, batch) + more * self.draft_seconds(nodes, batch)
+
     def predict(self, accepted_length: float, nodes: float, batch: int = 1, *, drafted: float | None = None,
                 copies: bool = False) -> float:
         """Speed-up over plain decoding of so many rows, if a pass of so many nodes emits `accepted_length` tokens for

@@ -156,8 +156,9 @@ class AnswerArguments(CheckedSettings):
     long answers; a last line says where it fails."""
     policy: str = FASTEST
     """Draft policy: fastest (static or static+lookup, by the artifact's measurements), static (the tree tuned on the
-    machine that trained it), chain, eagle2, dyspec, sure, ...; with a number of nodes or tokens where you like,
-    static-16, chain-3; static+lookup also copies from the text; none drafts nothing."""
+    machine that trained it), paid (what pays of the tree, or none, anew before each pass), chain, eagle2, dyspec, sure,
+    ...; with a number of nodes or tokens where you like, static-16, chain-3; static+lookup also copies from the text;
+    none drafts nothing."""
     target: TargetConfig = field(default_factory=own_target)
     """The target; the one that the artifact names by default."""
     template: TemplateConfig = field(default_factory=TemplateConfig)

@@ -24,7 +24,6 @@ from draftsmith.modules import (
     DraftLMConfig,
     Policy,
     StaticTree,
-    StoppedChain,
     Target,
     Topology,
     Trial,
@@ -32,16 +31,16 @@ from draftsmith.modules import (
     decode,
 )
 from draftsmith.modules.decoding.requests import DecodeSettings, Request
-from draftsmith.modules.families.block.drafter import BlockDraft, BlockDraftConfig
 from draftsmith.modules.families.medusa.drafter import Medusa
 from draftsmith.modules.families.prompt_tokens.drafter import PromptTokens, PromptTokensConfig
 from draftsmith.modules.policies.ensemble import Ensemble, Union
 from draftsmith.modules.policies.lookahead_trees import LookaheadTrees
-from draftsmith.modules.policies.stopping_chains import JudgedPath, PaidGuesses
+from draftsmith.modules.policies.paid import PaidTree
 from draftsmith.modules.target.loading.tiny_model import tiny_model, tiny_tokenizer
 from safetensors import safe_open
 from support.answers import native_greedy, requests_for
 from support.artifacts import TREE, copies, costs, edit, heads, trial, tuning
+from support.families import CASES
 from support.targets import random_model, random_target
 
 PROVENANCE = {"recipe": {"max_steps": 3, "prompts": "/home/somebody/prompts.jsonl"}, "data_manifest": "0a1b2c",
@@ -330,28 +329,33 @@ def test_sampled_rows_are_decoded_plainly_where_no_tree_is_known_to_pay(
         assert predicted(artifact, "static+lookup", temperature=1.0) == 1.0
 
 
-def test_a_drafter_that_judges_its_guesses_ends_by_the_measured_seconds(tmp_path: Path, tiny_target: Target) -> None:
-    """Of as many rows; by a chance where one is named, or nothing was measured. Answers stay."""
-    torch.manual_seed(3)
-    shape = BlockDraftConfig(num_layers=1, block_size=4, correction="markov", rank=4, confidence=True)
-    folder = save_artifact(tmp_path / "a", BlockDraft.create(shape, tiny_target), tiny_target.identity, {},
-                           Topology.chain(4))
-    measured = tuning(trial("static-4", 2.0))
-    save_tuning(folder, measured)
-    loaded, cost = load_artifact(folder, tiny_target), measured.cost
-    for rows in (1, 3):
-        policy = loaded.policy("confident", batch_size=rows)
-        assert isinstance(policy, StoppedChain)
-        assert isinstance(policy.stop, PaidGuesses)
-        assert policy.stop.seconds == tuple(
-            cost.pass_seconds(size, rows) + cost.draft_seconds(max(size, 2), rows) for size in range(1, 6))
-        asked = [Request((5, 9, 30 + row), row, 24) for row in range(rows)]
-        plain, drafted = (decode(tiny_target, asked, DecodeSettings(batch_size=rows), **more).generations
-                          for more in ({}, {"drafter": loaded.drafter, "policy": policy}))
-        assert [one.tokens for one in drafted] == [one.tokens for one in plain]
-    for rule in (loaded.policy("confident-0.4"), dataclasses.replace(loaded, tuning=None).policy("confident")):
-        assert isinstance(rule, StoppedChain)
-        assert isinstance(rule.stop, JudgedPath)
+def test_a_tree_that_pays_begins_with_held_out_chances_and_measured_seconds(tmp_path: Path,
+                                                                            tiny_target: Target) -> None:
+    """Whatever size is predicted for these rows; a size that is asked for bounds it. Answers stay."""
+    expected, tree = [1.0, 1.6, 1.9, 2.1], Topology((-1, 0, 0, 1), (0, 0, 1, 0))
+    folder = save_artifact(tmp_path / "a", CASES["eagle"].make(tiny_target), tiny_target.identity,
+                           {"expected_accepted_length": expected}, tree)
+    found = tuning(*SLOWER)
+    save_tuning(folder, found)
+    loaded = load_artifact(folder, tiny_target)
+    policy = loaded.policy("paid", batch_size=4, temperature=1.0)
+    assert isinstance(policy, PaidTree)
+    assert policy.chances == pytest.approx((1.0, 0.6, 0.3, 0.2))
+    assert policy.sizes == (1, 2, 4)
+    assert policy.seconds(2, 4) == found.cost.step_seconds(2, 4)
+    sizes = {name: one.policy(name).max_size for one, name in (
+        (loaded, "paid-2"), (dataclasses.replace(loaded, tuning=dataclasses.replace(found, used_nodes=3)), "paid"),
+        (loaded, "paid+lookup-5"))}
+    assert sizes == {"paid-2": 2, "paid": 3, "paid+lookup-5": 9}
+    unknown = dataclasses.replace(loaded, tuning=None, provenance={}).policy("paid")
+    assert isinstance(unknown, PaidTree)
+    assert unknown.table is None
+    asked = [Request((5, 9, 30 + row), row, 24, float(row % 2)) for row in range(3)]
+    plain = [one.tokens for one in decode(tiny_target, asked, DecodeSettings(batch_size=3)).generations]
+    for name in ("paid", "paid+lookup"):
+        drafter, grown = loaded.drafting(name, batch_size=3, temperature=1.0)
+        drafted = decode(tiny_target, asked, DecodeSettings(batch_size=3), drafter=drafter, policy=grown).generations
+        assert [one.tokens for one in drafted] == plain
 
 
 def dear(found: Tuning) -> Tuning:

@@ -197,8 +197,8 @@ class WrappedState(DraftState):
     def drop_tree(self) -> None:
         self.inner.drop_tree()
 
-    def expect(self, path: int) -> None:
-        self.inner.expect(path)
+    def expect(self, path: int, skipped: bool) -> None:
+        self.inner.expect(path, skipped)
 
     def advance(self, counts: Sequence[int]) -> None:
         self.inner.advance(counts)

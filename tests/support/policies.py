@@ -1,5 +1,7 @@
 """Every policy, trees by the ranks of their nodes or by chance, and G-tests of what one pass emits."""
 
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +11,7 @@ from draftsmith.modules import (
     Drafter,
     DySpecTree,
     Eagle2Tree,
+    Generation,
     Medusa,
     MedusaConfig,
     PathProbability,
@@ -24,6 +27,7 @@ from draftsmith.modules import (
     TokenTree,
     Topology,
 )
+from draftsmith.modules.policies.paid import PaidTree
 from draftsmith.modules.policies.stopping_chains import Drafted, StoppingRule
 from draftsmith.modules.verification.acceptance_rules import Chances, exact_rule
 from draftsmith.modules.verification.sampling import draw
@@ -74,6 +78,39 @@ def medusa(target: Target) -> Medusa:
         for parameter in heads.parameters():
             parameter.normal_(std=0.5)
     return heads
+
+
+class Turns(PaidTree):
+    """Sizes by chance, whatever pays: no drafts for some passes, then drafts again."""
+
+    def __init__(self, topology: Topology) -> None:
+        super().__init__(topology)
+        self.chance = random.Random(0)
+
+    def plan(self, rows: int) -> None:
+        self.size = self.chance.choice((1, 2, self.sizes[-1]))
+
+
+class FirstGuesses:
+    """An observer that keeps the first guess of each pass by the request's index and the tokens that were accepted
+    before: it depends on what the drafter has observed, not on the size of the tree."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[int, int], int] = {}
+        self._before: dict[int, int] = {}
+
+    def __call__(self, tree: TokenTree, accepted: Accepted, generations: Sequence[Generation]) -> None:
+        for row, one in enumerate(generations):
+            index = one.request.index
+            before = self._before.get(index, 0)
+            if tree.size > 1 and bool(tree.real_BN[row, 1].cpu()):
+                self.found[index, before] = int(tree.tokens_BN[row, 1].cpu())
+            self._before[index] = before + int(accepted.counts_B[row].cpu())
+
+    def agree(self, other: "FirstGuesses", least: int) -> bool:
+        """True if there are so many common places, and all have equal guesses."""
+        common = self.found.keys() & other.found.keys()
+        return len(common) >= least and all(self.found[one] == other.found[one] for one in common)
 
 
 EVERY: list[Policy] = [StaticTree(Topology((-1, 0, 0, 1, 3), (0, 0, 1, 0, 1))), Eagle2Tree(9, 6, 4),

@@ -35,6 +35,7 @@ from draftsmith.modules import (
     baseline,
 )
 from draftsmith.modules.interfaces.proposer import VerifiedRows
+from draftsmith.modules.policies.paid import PaidTree
 from draftsmith.modules.policies.stopping_chains import EarlyExit
 from draftsmith.modules.target.loading.tiny_model import tiny_tokenizer
 from support.drafters import History, Wrapped
@@ -148,6 +149,7 @@ class Growth:
 POLICIES: dict[str, Growth] = {
     "chain": Growth(lambda: Chain(2)),
     "static": Growth(lambda: StaticTree(Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0)))),
+    "paid": Growth(lambda: PaidTree(Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0)))),
     "eagle2": Growth(lambda: Eagle2Tree(8, 3, 3)),
     "stopped": Growth(lambda: StoppedChain(4, EarlyExit(0.3))),
     "sure": Growth(lambda: StoppedChain(4, PathProbability(0.3))),

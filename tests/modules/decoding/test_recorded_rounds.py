@@ -38,7 +38,7 @@ from support.devices.recorded_operations import Records, held_tensors
 from support.devices.waits import GREEDY, MIXED, WIDE, Way, drafted, moved, on_device, plain, together, without_training
 from support.drafters import Wrapped, WrappedState
 from support.families import CASES, randomised
-from support.policies import EVERY
+from support.policies import EVERY, FirstGuesses, Turns
 from support.targets import KINDS, RECURRENT, random_target, recurrent_model
 from support.tiers import DRAFTING, FIRST_CASES, others_long, some_long
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -131,6 +131,26 @@ def test_replayed_rounds_decode_the_same_with_every_policy(tiny_target_f64: Targ
 def test_replayed_rounds_decode_the_same_with_every_baseline(tiny_target_f64: Target, name: str,
                                                              records: Records) -> None:
     check(both(tiny_target_f64, without_training(name), records, guesses=name not in ("ngrams", "recycling")), records)
+
+
+@pytest.mark.parametrize("name", some_long(["draft-lm", "medusa", "eagle3", "kangaroo", "prompt-tokens"], 1, 1))
+def test_rounds_of_several_sizes_are_recorded_apart(tiny_target_f64: Target, name: str, records: Records) -> None:
+    """Drafts of most rounds are left out; those of the others have read all the same."""
+    target, seen = CASES[name].verifier(tiny_target_f64), list[FirstGuesses]()
+
+    def answers(there: Target, *, graphs: bool) -> DecodeResult:
+        torch.manual_seed(0)
+        drafter, policy = drafted(name, Turns(WIDE))(target, there)
+        seen.append(FirstGuesses())
+        return decode(there, requests(MIXED, (20, 16)), DecodeSettings(batch_size=2, ignore_eos=True, graphs=graphs),
+                      drafter=drafter, policy=policy, observer=seen[-1])
+
+    computed = answers(target, graphs=False)
+    with pretended_device() as waits:
+        records.waits = waits
+        replayed = answers(on_device(target), graphs=True)
+        assert seen[0].agree(seen[1], 6)
+    check((computed, replayed), records)
 
 
 def test_replayed_rounds_decode_the_same_without_a_draft(tiny_target_f64: Target, records: Records) -> None:

@@ -35,7 +35,7 @@ def test_a_name_becomes_its_policy(tiny_target: Target, name: str, kind: type[Po
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("tree", "there is no policy 'tree'; choose from fastest .the default., static, chain"),
+    ("tree", "there is no policy 'tree'; choose from fastest .the default., static, paid, chain"),
     ("", r"there is no policy '';.*after a plus, such as static\+lookup"),
     ("eagle-3", "there is no policy 'eagle-3'"), ("chain-", "'chain-' ends in ''; chain wants a whole number"),
     ("chain-0", "'chain-0' ends in '0'; chain wants a whole number of at"),

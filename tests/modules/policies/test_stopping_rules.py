@@ -1,12 +1,11 @@
 """Rules that stop drafting: what each does, that none looks ahead, and that sampled chains keep the target's law."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 from draftsmith.modules import PathProbability, RejectionRisk, SampledChain, SamplingSetting, StoppedChain, UserError
-from draftsmith.modules.policies.stopping_chains import EarlyExit, JudgedPath, MaxProbability, PaidGuesses, StoppingRule
+from draftsmith.modules.policies.stopping_chains import EarlyExit, JudgedPath, MaxProbability, StoppingRule
 from support.drafters import DepthDrafter, TableDrafter, draws_for, random_log_probs
 from support.policies import FixedLength, chi2_bound, pass_statistic
 from torch import Tensor
@@ -143,53 +142,6 @@ class DroppingChain(SampledChain):
 def test_dropping_tokens_by_their_own_chance_or_state_is_noticed(wrong: type[SampledChain]) -> None:
     statistic, cells = g_of(wrong(2, FixedLength(2)))
     assert statistic > chi2_bound(cells)
-
-
-SECONDS = (1.0, 1.2, 1.4, 1.6, 1.7, 1.9)  # Of steps with 0, 1, 2 ... guesses a row.
-
-
-def judgement(state):  # type: ignore[no-untyped-def]
-    return 6 + 4 * state
-
-
-def paid() -> PaidGuesses:
-    return PaidGuesses(lambda state_BD, step: judgement(state_BD[:, 0]), SECONDS)
-
-
-def test_a_batch_ends_before_the_first_guess_that_does_not_pay() -> None:
-    """Against a plain loop over rows and guesses, also beyond the known seconds."""
-    counts = set()
-    for seed in range(20):
-        tables = random_log_probs(3, 7, 8, seed=seed)
-        drafter = PerRow(tables)
-        tree = StoppedChain(7, paid(), check_every=0).grow(drafter, drafter.start(3, 64), torch.zeros(3).long())
-        chances, emitted, guesses = [1.0] * 3, 3.0, 0
-        for place in range(7):
-            chances = [chance / (1 + math.exp(-judgement(float(tables[row, place].max()))))
-                       for row, chance in enumerate(chances)]
-            now, then = (SECONDS[min(count, 5)] for count in (place, place + 1))
-            if (emitted + sum(chances)) / then < emitted / now:
-                break
-            emitted, guesses = emitted + sum(chances), place + 1
-        assert tree.real_BN.sum(-1).tolist() == [1 + guesses] * 3
-        counts.add(guesses)
-    assert len(counts) > 2
-
-
-def test_a_batch_ends_by_nothing_that_comes_later() -> None:
-    depth, start, seen = 6, random_log_probs(2, 6, 8, seed=8), set()
-    for place in range(depth):
-        grown = []
-        for seed in range(20):
-            tables = random_log_probs(2, depth, 8, seed=seed)
-            tables[:, :place] = start[:, :place]
-            drafter = PerRow(tables)
-            grown.append(SampledChain(depth, paid(), check_every=0).grow(
-                drafter, drafter.start(2, 64), torch.zeros(2).long(), draws_for(2)))
-        assert len(torch.stack([one.real_BN[:, : place + 1] for one in grown]).unique(dim=0)) == 1
-        assert len(torch.stack([one.tokens_BN[:, : place + 1] for one in grown]).unique(dim=0)) == 1
-        seen |= {int(one.real_BN.sum()) for one in grown}
-    assert len(seen) > 2
 
 
 @pytest.mark.parametrize(("make", "message"), [

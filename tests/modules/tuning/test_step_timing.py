@@ -88,6 +88,8 @@ def test_seconds_between_those_timed_are_interpolated_and_the_last_slope_goes_on
     assert [found.draft_seconds(nodes) for nodes in (1, 2, 20)] == pytest.approx([0.0, 0.01, 0.01])
     # Of rows that were not timed the next larger number holds, and the largest beyond it.
     assert [found.curve(rows).batch for rows in (1, 2, 16, 64)] == [1, 16, 16, 16]
+    assert found.step_seconds(3, 16) == pytest.approx(found.pass_seconds(3, 16) + found.draft_seconds(3, 16))
+    assert found.step_seconds(1, 64) == pytest.approx(found.pass_seconds(4, 16)), "as many nodes in all"
     assert found.predict(2.0, 4) == pytest.approx(2.0 * 0.1 / 0.14)
     # An engine's file may say that a larger pass is the faster one, but none takes no time.
     assert [along((1, 2, 4), (3.0, 2.0, 1.0), nodes) for nodes in (1, 3, 4, 9)] == [3.0, 1.5, 1.0, 1.0]
