@@ -1,6 +1,9 @@
 """Tokens per second of decoding by method and batch, with drafters of stated acceptance, on random weights of a shape.
 
-    python tests/benchmarks/decode_speed.py [--help]
+    python tests/benchmarks/decode_speed.py [--artifact FOLDER] [--help]
+
+With an artifact, `paid` is compared with no drafts and with fixed sizes instead, each in turn, with drafts and prompts
+as they are: answers of equal length, and a batch of answers of all lengths, which empties.
 
 Compared are the plain loop, `generate` of transformers with its growing and its static cache, and every family of
 drafters with a chain and a tree: on a GPU with CUDA graphs and without, elsewhere also with layers that torch.compile
@@ -16,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.parts.shapes import RECIPES, SHAPES, Oracle, shaped_module, shaped_prompt, shaped_recipe, shaped_target
+from draftsmith.export import Artifact, load_artifact
 from draftsmith.modules import (
     Chain,
     DecodeSettings,
@@ -42,10 +46,12 @@ from draftsmith.modules import (
 from draftsmith.modules.baselines.memories import recycling_tree
 from draftsmith.modules.target import partial_passes
 from draftsmith.modules.target.attention.two_parts import FEWEST_SLOTS
+from draftsmith.recipes.chat_settings import TemplateConfig, artifact_target, handwritten_prompts, own_target
 from support.policies import paths
 
 CHAIN, TREE, WIDEST = 3, 32, 4
 """Tokens of the drafted chains; nodes of the drafted trees, and the most guesses after a node."""
+PAID_SIZES, MOST_NODES = (2, 4, 8, 16, 32), 256  # Fixed sizes, with no more nodes of all rows of a batch than this
 TEMPERATURE = 0.8  # Temperature of the method that samples
 FORMS = {"graphs": {"graphs": True}, "no graphs": {"graphs": False},
          "graphs, compiled": {"graphs": True, "compile": True}}
@@ -341,6 +347,39 @@ def table(speeds: Sequence[Speed]) -> list[str]:
     return lines
 
 
+def paid_table(artifact: Artifact, batches: Sequence[int], new_tokens: int, turns: int,
+               deadline: float) -> Iterator[str]:
+    """The lines of a table of an artifact's policies. A policy keeps what it has learned from turn to turn; of each the
+    fastest turn counts, since other programs only add to its seconds."""
+    target, fixed = artifact.target, [f"static-{size}" for size in PAID_SIZES if size <= artifact.topology.size]
+    names, template = ["none", *fixed, "fastest", "paid"], TemplateConfig().build(target)
+    asked = [template.prompt(one.history()) for one in handwritten_prompts()]
+    yield f"| answers | T | batch | {' | '.join(names)} | paid over none | over the best fixed | over fastest | equal |"
+    yield "|---|--:|--:|" + "--:|" * (len(names) + 4)
+    for empties, temperature, batch in product((False, True), (0.0, 1.0), batches):
+        # Row r of a batch that empties ends after a share of the tokens.
+        requests = [Request(tuple(asked[row % len(asked)]), row, max(
+            8, new_tokens * (row + 1) // batch if empties else new_tokens), temperature) for row in range(batch)]
+        used = [name for name in names if name not in fixed or batch * int(name.split("-")[1]) <= MOST_NODES]
+        drafting = {name: artifact.drafting(name, batch_size=batch, temperature=temperature) for name in used}
+        seconds, answers = dict.fromkeys(names, float("inf")), dict[str, list[list[int]]]()
+        for _, name in product(range(turns), used):
+            if time.monotonic() > deadline:
+                return
+            drafter, policy = (None, None) if name == "none" else drafting[name]
+            found = decode(target, requests, DecodeSettings(batch_size=batch, ignore_eos=True), drafter=drafter,
+                           policy=policy)
+            seconds[name] = min(seconds[name], found.stats.seconds)
+            answers[name] = [one.tokens for one in found.generations]
+        tokens = sum(one.max_new_tokens for one in requests)
+        best = min(seconds[name] for name in ("none", *fixed))
+        over = (f"{one / seconds['paid']:.3f}" for one in (seconds["none"], best, seconds["fastest"]))
+        equal = sum(map(list.__eq__, answers["paid"], answers["none"]))
+        yield (f"| {'empties' if empties else 'equal'} | {temperature:g} | {batch} | "
+               f"{' | '.join(f'{tokens / seconds[name]:.1f}' for name in names)} | {' | '.join(over)} | "
+               f"{equal} of {batch} |")
+
+
 def main(words: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -354,7 +393,15 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--parts-from", type=int, default=FEWEST_SLOTS,
                         help="fewest cache slots from which attention on CUDA is in two parts")
+    parser.add_argument("--artifact", type=Path, help="compare policies of this one")
+    parser.add_argument("--turns", type=int, default=3, help="turns of each of its policies")
     options = parser.parse_args(words)
+    if options.artifact is not None:
+        target = artifact_target(options.artifact, own_target())
+        for line in paid_table(load_artifact(options.artifact, target), options.batches, options.new_tokens,
+                               options.turns, time.monotonic() + 60 * options.minutes):
+            print(line, flush=True)
+        return
     partial_passes.FEWEST_SLOTS = options.parts_from
     if not 0 < options.acceptance < 1 or min(options.batches) < 1:
         parser.error("--acceptance must lie between 0 and 1 and --batches be at least 1, got "

@@ -28,7 +28,7 @@ def main() -> None:
         target = load_target(TargetConfig(name=options.target, dtype=name))
         template, found, tokens = TemplateConfig().build(target), list[float](), 0
         for one in questions[:: max(1, len(questions) // options.prompts)][: options.prompts]:
-            prompt = template.prompt([{"role": "user", "content": one.turns[0]}])
+            prompt = template.prompt(one.history())
             with native_model(target) as model:
                 answer, = generate(model, target, [prompt], max_new_tokens=options.tokens)
             found.append(NativeReading(target, prompt, answer).slack)

@@ -1,6 +1,7 @@
 """The benchmark of decoding: drafters accept exactly what is stated, all answers are those of the plain loop, and the
 passes of last halves are those without set-up."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -168,3 +169,12 @@ def test_a_mistake_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         decode_speed.main(["--acceptance", "1.5"])
     assert "must lie between 0 and 1 and --batches be at least 1, got 1.5" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_policies_of_an_artifact_take_turns(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    decode_speed.main(["--artifact", str(tiny_run / "artifact"), "--batches", "1", "3", "--new-tokens", "8", "--turns",
+                       "1"])
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 8
+    assert all(row.endswith(("1 of 1 |", "3 of 3 |")) for row in rows)
