@@ -102,6 +102,22 @@ class CostTable:
         more = max(1.0, batch / self.curves[-1].batch)
         return self.pass_seconds(more * nodes, batch) + more * self.draft_seconds(nodes, batch)
 
+    def overlapped(self, chance: float) -> tuple[int, float]:
+        """(tokens of a pass, speed-up over the best chain that is drafted before its pass) of drafting on a device of
+        its own while the target verifies (PEARL, arXiv:2408.11850), one row whose tokens have this chance.
+
+        After a pass in which all was accepted the next tokens are there already, and the first of them is verified with
+        those before them; after any other one they have to be drafted anew, while the target verifies their first."""
+        chance, step = min(max(chance, 0.001), 0.999), max(self.draft_seconds(2), LEAST_SECONDS)
+        ahead = min(max(1, round(self.pass_seconds(1) / step)), SIZES[-1])
+        whole = chance**ahead
+        share = chance / (chance + 1 - whole)
+        tokens = 1 - share + share * (1 - whole) / (1 - chance)
+        rate = tokens / max(ahead * step, self.pass_seconds(ahead))
+        best = max((1 - chance ** (1 + count)) / (1 - chance) / (self.pass_seconds(1 + count) + count * step)
+                   for count in range(SIZES[-1]))
+        return ahead, rate / best
+
     def predict(self, accepted_length: float, nodes: float, batch: int = 1, *, drafted: float | None = None,
                 copies: bool = False) -> float:
         """Speed-up over plain decoding of so many rows, if a pass of so many nodes emits `accepted_length` tokens for

@@ -37,6 +37,7 @@ from ...modules import (
 from ...modules.config_checks import Positive, Rows, Such
 from ...modules.files.atomic_files import write_file
 from ...modules.files.json_records import read_object
+from ...modules.parts.causal_drafter import CausalDraft
 from ...modules.target.loading.loading import device_named
 from ...modules.tuning.trials import SIZES
 from ...modules.verification.sampling import Temperatures
@@ -122,6 +123,7 @@ class Candidate:
     memory: str  # Planned memory of that training, in words
     engines: str  # Programs that load it; empty for none
     start: str  # Command to start with
+    overlap: str = ""  # Gain of drafting on a device of its own, in words; empty where the draft reads states
 
     @property
     def score(self) -> float:
@@ -155,6 +157,7 @@ def choose_draft(parsed: Parsed[ChooseArguments]) -> None:
         sure = any(one and (one.speedup_interval or (0.0,))[0] > 1 for one in best.predictions.values())
         doubt = "" if sure else " (the interval includes plain decoding: calibrate for more minutes first)"
         advice = f"{best.name}: predicted {best.score:.2f} times as fast as plain decoding{doubt}; start: {best.start}"
+    notes += [f"{one.name}: {one.overlap}" for one in found if one.overlap]
     page: list[Block] = [Text(advice), *Table.of([cells(one) for one in found]), *map(Text, [*notes, NOTE])]
     say(as_markdown(page).rstrip())
     records = [{**vars(one), "score": one.score, "predictions": {
@@ -259,8 +262,24 @@ def of_artifact(folder: Path, target: Target, given: ChooseArguments, asked: Ask
     return Candidate(
         name=str(folder), parameters=parameters, training="none", memory="-",
         predictions={f"batch {rows}, temperature {degree:g}": found for (rows, degree), found in predictions.items()},
+        overlap=overlap(artifact, tuning),
         engines="; ".join(dict.fromkeys(one.read_by(artifact.drafter) for one in formats_of(artifact))),
         start=shlex.join(["draftsmith", "generate", "--artifact", str(folder), "--prompt", "TEXT"]))
+
+
+def overlap(artifact: Artifact, tuning: Tuning) -> str:
+    """The gain that is predicted of drafting while the target verifies, which drafts that read text alone can do."""
+    chains = [one["unconditional"] for one in artifact.acceptance.get("measurements", ())
+              if one["chain"] and one["group"] == "all" and one["temperature"] == 0]
+    if not (isinstance(artifact.drafter, CausalDraft) and chains):
+        return ""
+    # Of the longest chain: tokens that were accepted, of those whose predecessors were.
+    rates = max(chains, key=len)
+    chance = sum(rates) / (1 + sum(rates[:-1]))
+    ahead, gain = tuning.cost.overlapped(chance)
+    return (f"drafting {ahead} tokens on a second device while the target verifies (PEARL) is predicted to be "
+            f"{gain:.2f} times as fast as a chain that is drafted before, at {chance:.0%} acceptance of a token; no "
+            "command does so yet")
 
 
 def measured_here(artifact: Artifact) -> Tuning:

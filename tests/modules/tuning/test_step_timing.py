@@ -11,7 +11,7 @@ import torch
 from draftsmith.modules import Chain, CostTable, DecodeSettings, Request, StaticTree, Target, Topology, baseline, decode
 from draftsmith.modules.files.json_records import record_of
 from draftsmith.modules.tuning import step_timing
-from draftsmith.modules.tuning.step_timing import along, measure_cost, timed_slots
+from draftsmith.modules.tuning.step_timing import CostCurve, along, measure_cost, timed_slots
 from support.artifacts import costs
 from support.drafters import ScriptedDrafter
 from support.families import CASES, randomised
@@ -93,6 +93,24 @@ def test_seconds_between_those_timed_are_interpolated_and_the_last_slope_goes_on
     assert found.predict(2.0, 4) == pytest.approx(2.0 * 0.1 / 0.14)
     # An engine's file may say that a larger pass is the faster one, but none takes no time.
     assert [along((1, 2, 4), (3.0, 2.0, 1.0), nodes) for nodes in (1, 3, 4, 9)] == [3.0, 1.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(("chance", "ahead", "gain"), [(0.6, 4, 1.13), (0.8, 8, 1.12), (0.9, 8, 1.26)])
+def test_the_gain_of_drafting_meanwhile_is_that_of_a_simulation(chance: float, ahead: int, gain: float) -> None:
+    """With passes that take as long as so many draft steps, whatever they hold."""
+    cost = CostTable(curves=(CostCurve(batch=1, sizes=(1, 2, 4), pass_seconds=(1.0 * ahead,) * 3,
+                                       draft_seconds=(0.0, 1.0, 3.0)),))
+    assert cost.overlapped(chance) == (ahead, pytest.approx(gain, abs=0.005))
+    draw, tokens, rounds, drafted = random.Random(0), 0, 40_000, False
+    for _ in range(rounds):
+        # The tokens that are verified with this pass: all that are drafted and unverified, and the next block's first.
+        right = 0
+        while right < (ahead if drafted else 1) and draw.random() < chance:
+            right += 1
+        whole = right == (ahead if drafted else 1)
+        tokens, drafted = tokens + right + (not whole), whole
+    best = max(sum(chance**guess for guess in range(count + 1)) / (ahead + count) for count in range(64))
+    assert tokens / rounds / ahead / best == pytest.approx(gain, rel=0.02)
 
 
 @pytest.mark.parametrize(("changes", "message"), [

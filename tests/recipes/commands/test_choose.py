@@ -3,17 +3,21 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import yaml
+from draftsmith.export import Artifact
 from draftsmith.export.layouts.parts.export_format import Engine
 from draftsmith.export.layouts.registry import EXPORT_FORMATS
+from draftsmith.modules import Target, Topology
 from draftsmith.recipes.__main__ import main
-from draftsmith.recipes.commands.choose import grown, predicted
+from draftsmith.recipes.commands.choose import grown, overlap, predicted
 from support.artifacts import trial, tuning
 from support.data.named_sets import cache_sets
+from support.families import CASES
 from support.target_folders import SERVED
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -68,6 +72,19 @@ def test_a_draft_that_the_engine_does_not_load_is_left_out(tiny_run: Path, tmp_p
     assert found["recommendation"] is None
     assert found["notes"] == [f"{cheap} is left out: llama.cpp does not load it"]
     assert chosen(tmp_path, cheap, words=("--engine", "text generation inference"))["recommendation"] == str(cheap)
+
+
+def test_a_draft_that_reads_text_alone_says_what_a_second_device_would_gain(tiny_target: Target) -> None:
+    measured = {"chain": True, "group": "all", "temperature": 0.0, "unconditional": [0.8, 0.64]}
+    known = Artifact(drafter=CASES["draft-lm"].make(tiny_target), target=tiny_target, topology=Topology.chain(2),
+                     identity=tiny_target.identity, provenance={}, acceptance={"measurements": [measured]})
+    found = tuning(trial("static-4", 1.6))
+    ahead, gain = found.cost.overlapped(0.8)
+    assert overlap(known, found).startswith(f"drafting {ahead} tokens on a second device while the target verifies "
+                                            f"(PEARL) is predicted to be {gain:.2f} times as fast")
+    assert "at 80% acceptance" in overlap(known, found)
+    assert overlap(replace(known, acceptance={}), found) == ""
+    assert overlap(replace(known, drafter=CASES["eagle"].make(tiny_target)), found) == ""
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
