@@ -26,8 +26,8 @@ from ..modules.interfaces.drafter import FamilyCard
 from ..modules.interfaces.proposer import JudgesGuesses
 from ..modules.target.draft_vocabulary import choose, draft_index
 from .checkpoints import KINDS, Clock, FinishedStep, TrainingCurve, peak_memory_bytes, require_same_settings
-from .chunked_losses import VocabularyLoss
-from .objectives import NEEDS_MASS, BatchLoss, Teacher, balance, describe, weighted_mean_loss
+from .chunked_losses import GatheredChoices, VocabularyLoss
+from .objectives import NEEDS_MASS, BatchLoss, Teacher, describe, weighted_mean_loss
 from .optimizers import optimizer_for, time_leads, warmup_cosine
 from .train_config import WARMUP_SHARE, ZERO_STAGES, Start, TrainConfig, decisive_settings, train_config, with_offsets
 from .zero_drafter import ZeroDrafter, whole_state
@@ -73,20 +73,15 @@ class DraftModule(L.LightningModule):
         self.target = target
         self.needs_teacher = config.objective != "hard" or config.step_weights in ("e2e", "cat")
         """Whether the objective reads the target's distribution."""
-        self.figures: dict[str, float] = {}
-        self.curve = TrainingCurve()
-        self.clock = Clock()
+        self.figures, self.curve, self.clock = dict[str, float](), TrainingCurve(), Clock()
         self.seconds = 0.0  # Trained up to the newest optimizer step; equal in all processes of a run that ends by time
         self.stopped = False  # Whether the run ends after this optimizer step although it is not finished
-        self.peak_memory_bytes = 0
         self.batches: list[tuple[int, Features]] = []  # Of the running step by number, without states
         self.unread: list[FinishedStep] = []  # Finished steps whose figures are still to be read, in order
         self.whole: tuple[Drafter, ...] = ()  # A copy of a drafter whose weights are split among processes
         self._pending: BatchLoss | None = None
-        self.gathers = False  # Whether the running step is of several micro-batches, whose choices are gathered
-        self._choices: tuple[int, list[Tensor | None]] = 0, []
-        """Number of a draft's choices, and the gradient of their losses so far in the running step, by weight."""
-        self._learned = 0.0
+        self.gathered: GatheredChoices | None = None  # Of the running step, where it is of several micro-batches
+        self._learned, self.peak_memory_bytes = 0.0, 0
         self.token_counts = token_counts  # How often each token is a label, [V]; None where nothing was counted
         self.draft_ids_Q: Tensor | None = None  # Ids of the reduced draft vocabulary
         if (size := config.drafter.vocabulary_size) is not None:
@@ -195,8 +190,8 @@ class DraftModule(L.LightningModule):
         objective, paths, ids_Q = self.config.objective, self.config.step_weights, self.drafter.token_ids_Q
         judge = self.drafter.judge if isinstance(self.drafter, JudgesGuesses) and self.drafter.judges else None
         mass = objective in NEEDS_MASS or paths == "e2e" or judge is not None
-        target_teaches = self.needs_teacher and self.drafter.imitated is None
-        teacher = Teacher(self.target, ids_Q, mass=mass) if target_teaches else None
+        taught = self.needs_teacher and self.drafter.imitated is None
+        teacher = Teacher(self.target, ids_Q, mass=mass) if taught else None
         loss = VocabularyLoss(
             project=self.drafter.project,
             entries=self.target.vocab_size if ids_Q is None else len(ids_Q),
@@ -207,15 +202,8 @@ class DraftModule(L.LightningModule):
             chunk_elements=self.chunk_elements,
             objective=objective, teacher=teacher, feature_weight=self.config.feature_weight,
             paths=paths if isinstance(paths, str) else None, confidence=judge,
-            gather=self._gather if self.gathers else None, imitated=self.drafter.imitated)
+            gather=self.gathered, imitated=self.drafter.imitated)
         return loss(drafts, features, None if ids_Q is None else draft_index(ids_Q, self.target.vocab_size))
-
-    def _gather(self, chosen: Tensor, choices: int) -> None:
-        """Add the gradient of the losses of choices, whose weight is known after the last micro-batch of the step."""
-        found = torch.autograd.grad(chosen, list(self.parameters()), retain_graph=True, allow_unused=True)
-        before = self._choices[1] or [None] * len(found)
-        self._choices = choices, [one if other is None else other if one is None else one + other
-                                  for one, other in zip(before, found, strict=True)]
 
     def on_train_batch_start(self, batch: Features, batch_idx: int) -> None:
         """Seed the micro-batch by the run's seed and its number among those of all processes, so that a resumed run
@@ -235,7 +223,8 @@ class DraftModule(L.LightningModule):
         # Without states: tokens say which row it was, and states would be kept for a whole step.
         self.batches.append((batch_idx, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
         several = self.config.accumulate * self.trainer.world_size
-        self.gathers = several > 1 and not isinstance(self.trainer.strategy, ZeroDrafter)
+        if several > 1 and self.gathered is None and not isinstance(self.trainer.strategy, ZeroDrafter):
+            self.gathered = GatheredChoices(list(self.parameters()))
         learned, before = self.loss(batch), self._pending
         sums_KC = learned.sums_KC if before is None else before.sums_KC + learned.sums_KC
         # The graph of a micro-batch ends with its own backward pass; only figures are carried on.
@@ -249,14 +238,9 @@ class DraftModule(L.LightningModule):
         # Not read here: on an accelerator the host would wait for all its work at every step.
         pending, self._pending = self._pending, None
         sums_KC = self.trainer.strategy.reduce(pending.sums_KC, reduce_op="sum")
-        (choices, gathered), self._choices = self._choices, (0, [])
-        if choices:
-            factor = balance(sums_KC, pending.weights, choices)
-            for parameter, own in zip(self.parameters(), gathered, strict=True):
-                if own is not None:
-                    # All processes have one of the same weights: those that the drafter's choices read.
-                    added = self.trainer.strategy.reduce(own, reduce_op="sum") * factor.to(own)
-                    parameter.grad = added if parameter.grad is None else parameter.grad.add_(added)
+        if self.gathered is not None:
+            self.gathered.add(sums_KC, pending.weights, self.trainer.strategy)
+        self.gathered = None
         self.unread.append(FinishedStep(
             number=self.global_step + 1, learned=pending._replace(sums_KC=sums_KC),
             learning_rate=optimizer.param_groups[0]["lr"], batches=tuple(self.batches)))

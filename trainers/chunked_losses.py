@@ -297,6 +297,34 @@ class _Rows:
         return loss, sums_C
 
 
+class GatheredChoices:
+    """The gradients of the losses of a draft's choices in an optimizer step of several micro-batches: their weight is
+    known after the last of them."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters, self.choices = parameters, 0
+        self.gradients: list[Tensor | None] = [None] * len(parameters)
+
+    def __call__(self, chosen: Tensor, choices: int) -> None:
+        """Gather the gradient of a micro-batch's weighted sum of losses of so many choices."""
+        found = torch.autograd.grad(chosen, self.parameters, retain_graph=True, allow_unused=True)
+        self.choices, self.gradients = choices, [
+            one if other is None else other if one is None else one + other
+            for one, other in zip(self.gradients, found, strict=True)]
+
+    def add(self, sums_KC: Tensor, weights: Sequence[float], strategy: Any) -> None:
+        """Add them to the gradients of the parameters, balanced by the sums of the whole step; Lightning's `strategy`
+        adds up those of all processes."""
+        if not self.choices:
+            return
+        factor = balance(sums_KC, weights, self.choices)
+        for parameter, own in zip(self.parameters, self.gradients, strict=True):
+            if own is not None:
+                # All processes have one of the same weights: those that the drafter's choices read.
+                added = strategy.reduce(own, reduce_op="sum") * factor.to(own)
+                parameter.grad = added if parameter.grad is None else parameter.grad.add_(added)
+
+
 Judged = tuple[Tensor, Tensor]  # (a drafter's logit of the acceptance of each guess, where it learns that), [N] each
 
 

@@ -296,8 +296,7 @@ class RecordedRounds:
 
     def advance(self, flight: "Flight", counts: list[int]) -> None:
         """Count on the host what a round has committed on the device."""
-        if self.batch.policy is not None:
-            # It began when it was launched, or the one before it had ended.
+        if self.batch.policy is not None:  # It began when it was launched, or the one before it had ended
             began, self._landed = max(flight.launched, self._landed), time.perf_counter()
             self.batch.policy.learn(flight.work.size, counts, self._landed - began)
         self.caches[0].advance(counts)
