@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..modules import Adapter, Drafter, Policy, Proposer, Target, TargetIdentity, Topology, UserError
-from ..modules.baselines.registry import JOINED, PolicyName, joined_drafter, joined_policy, parse_joined
+from ..modules.baselines.registry import JOINED, PolicyName, joined_drafter, joined_policy, parse_joined, with_reference
 from ..modules.decoding.answers import drafted_generate
 from ..modules.decoding.recorded_rounds import MOST_KEPT
 from ..modules.files.atomic_files import file_sha256, write_file
@@ -119,13 +119,16 @@ class Artifact:
         return joined_policy(parts, self._own_policy(parts, batch_size, temperature), self.target)
 
     def generate(self, inputs: Tensor | None = None, *, streamer: Any = None, policy: str = FASTEST,
-                 **given: Any) -> Tensor:
+                 reference: str | Sequence[str] = (), **given: Any) -> Tensor:
         """The tokens that `generate` of transformers gives for the same call, drafted and verified, [B, L + T].
 
         Greedy answers are equal token by token, sampled ones in distribution; `torch.manual_seed` repeats them. It
         takes the arguments of `generate` (prompts padded on the left, lengths, sampling, penalty, end tokens, stop
-        strings, a `generation_config`, a `streamer` for one prompt) and a policy of `drafting`. What is not offered is
-        refused by name: it raises UserError."""
+        strings, a `generation_config`, a `streamer` for one prompt), a policy of `drafting`, and a `reference` that the
+        answers may resemble, or one for each: a policy that ends in +reference copies from it, by default
+        static+reference. What is not offered is refused by name: it raises UserError."""
+        references = (reference,) if isinstance(reference, str) else tuple(reference)
+        policy = with_reference(policy) if references else policy
 
         def drafting(*, batch_size: int, temperature: float) -> Drafting:
             # The same objects for the same rows: the target keeps what it has recorded of their rounds.
@@ -138,7 +141,7 @@ class Artifact:
             self._drafting[wanted].drafter.forget()
             return self._drafting[wanted]
 
-        return drafted_generate(self.target, drafting, inputs, streamer, given)
+        return drafted_generate(self.target, drafting, inputs, streamer, references, given)
 
     def _own_policy(self, name: PolicyName, batch_size: int, temperature: float) -> Policy:
         """The part of a policy that grows the artifact's own drafts."""

@@ -127,8 +127,21 @@ def question(template: ChatTemplate, prompt: Prompt, number: int = 0) -> Questio
         said = [template.said(answer, thinking) for answer in answers]
         return template.prompt(prompt.history(said), tools=prompt.tools, thinking=thinking)
 
-    return Question(prompt=ask, turns=len(prompt.asked), category=prompt.category or "", text=prompt.question,
-                    mode=MODES[thinking])
+    turns, given, other = len(prompt.asked), prompt.reference, prompt.draft_prompt
+    texts = given if isinstance(given, list) else [given] * turns * (given is not None)
+    if given is not None and not (len(texts) == turns and all(isinstance(one, str) for one in texts)):
+        raise UserError(f"{prompt.id}: reference must be a text, or a list of texts for the row's {turns} answers, got "
+                        f"{given!r:.60}; write it so, or leave it out")
+    draft_tokens = list[int]()
+    if other is not None:
+        if not isinstance(other, str) or turns > 1:
+            raise UserError(f"{prompt.id}: draft_prompt must be a text in a row that asks for one answer, got "
+                            f"{other!r:.60} for {turns}; write it so, or leave it out")
+        draft_tokens = template.prompt([*prompt.history()[:-1], {"role": "user", "content": other}], tools=prompt.tools,
+                                       thinking=thinking)
+    return Question(prompt=ask, turns=turns, category=prompt.category or "", text=prompt.question, mode=MODES[thinking],
+                    references=[template.tokenizer.encode(one, add_special_tokens=False) for one in texts],
+                    draft_tokens=draft_tokens)
 
 
 class AskedSets(NamedTuple):

@@ -31,6 +31,8 @@ class Prompt:
     unlearned: frozenset[int] = field(default_factory=frozenset)
     """Places of assistant messages that are context alone: neither asked for nor learned."""
     thinking: bool | None = None  # Mode of the chat template, where the row names one; None leaves it to the recipe
+    reference: Any = None  # What the row has as texts that its answers may resemble; evaluations alone read it
+    draft_prompt: Any = None  # And as a message that a draft reads in place of the last one
 
     @classmethod
     def from_turns(cls, *texts: str, id: str, system: str | None = None, category: str | None = None) -> "Prompt":
@@ -85,7 +87,8 @@ class Prompt:
         messages = [{**message, "weight": 0} if place in self.unlearned else message
                     for place, message in enumerate(self.messages)]
         row = {"question_id": self.id, "category": self.category, "messages": messages or None, "text": self.document,
-               "tools": self.tools, "enable_thinking": self.thinking}
+               "tools": self.tools, "enable_thinking": self.thinking, "reference": self.reference,
+               "draft_prompt": self.draft_prompt}
         return {key: value for key, value in row.items() if value is not None}
 
 
@@ -169,7 +172,8 @@ def _prompt(row: dict[str, Any], where: str, key: str, chosen: bool) -> Prompt:
         raise UserError(f"enable_thinking must be true or false, got {_short(mode)}")
     prompt = Prompt(
         messages=tuple(message for message, _ in read), id=identifier, category=category, tools=tools or None,
-        unlearned=frozenset(place for place, (_, learned) in enumerate(read) if not learned), thinking=mode)
+        unlearned=frozenset(place for place, (_, learned) in enumerate(read) if not learned), thinking=mode,
+        reference=row.get("reference"), draft_prompt=row.get("draft_prompt"))
     if not prompt.asked:
         raise UserError("every answer is left out of the labels; leave one in, or the row out")
     return prompt

@@ -62,10 +62,12 @@ class EvaluateConfig(CheckedSettings):
     eagle2, dyspec, beam, stopping, early-exit, sparse, sure, confident, specdec; optionally with a number of nodes or
     tokens (sure and confident: the probability of the whole draft below which it ends; specdec: the risk of a rejection
     at which it ends), [static,chain-3,eagle2-32]; each may be joined with a drafter without training: lookup (prompt
-    lookup), suffix, recycling, ngrams, layer_skip, first_layers, [static+lookup,eagle2-32+recycling-8]."""
+    lookup), suffix, reference (copies from the `reference` of a row, a text that its answer may resemble), recycling,
+    ngrams, layer_skip, first_layers, whole_target (for rows with a `draft_prompt`, which drafts read in place of the
+    last message), [static+lookup,eagle2-32+recycling-8]."""
     baselines: tuple[str, ...] | str = ()
-    """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, recycling, ngrams,
-    layer_skip, first_layers, and native_head, the one that some targets bring along."""
+    """Drafters without training that are measured too, one or several: prompt_lookup, suffix_match, reference,
+    recycling, ngrams, layer_skip, first_layers, whole_target, and native_head, which some targets bring along."""
     graphs: bool | None = None
     """Replay whole rounds as CUDA graphs, in plain decoding too; null does so on a CUDA device. The report says what
     could not be."""
@@ -165,6 +167,8 @@ class Question:
     category: str = ""  # Its category; "" for none
     mode: str = ""  # Mode of the chat template, such as thinking; "" for none
     text: str = ""  # Its first turn as it was written, for the report; "" where only the tokens are known
+    references: Sequence[Sequence[int]] = ()  # Of each turn a text that the answer may resemble; empty for none
+    draft_tokens: Sequence[int] = ()  # What drafts that can read in place of the prompt; empty for the prompt itself
 
     @classmethod
     def single(cls, tokens: Sequence[int], category: str = "") -> "Question":

@@ -114,7 +114,7 @@ class Runner:
         for one in found:
             # An answer may take more tokens when a later turn reads it than when it was written.
             request = Request(one.prompt, one.index, self.schedule.config.max_new_tokens, temperature)
-            if fault := request.fault(self.target.context_length, self.target.vocab_size, self.target.device):
+            if fault := request.fault(self.target):
                 raise UserError(fault)
         return found
 

@@ -142,6 +142,11 @@ def require_context(prompt_sets: PromptSets, config: EvaluateConfig, context_len
             size, room = answer_room(question, context_length)
             if not size:
                 raise UserError(f"a question of the set {name!r} has no tokens; leave it out")
+            texts = max(map(len, question.references), default=0), len(question.draft_tokens)
+            if max(texts[0], texts[1] + config.max_new_tokens) > context_length:
+                raise UserError(f"a question of the set {name!r} ({question.text[:40]!r}) has a reference of "
+                                f"{texts[0]:,} tokens and a draft_prompt of {texts[1]:,}, and the target's context "
+                                f"holds {context_length:,}, answers included; shorten them")
             if room < config.max_new_tokens:
                 remedy = f"lower max_new_tokens to {room}" if room > 0 else "leave it out, or choose another target"
                 answers = f"{question.turns} answer{'s' * (question.turns > 1)}"

@@ -39,6 +39,12 @@ class Exchange:
         """Number of its random stream."""
         return self.entry.number + (self.turn - 1) * TURN_STREAMS
 
+    @property
+    def reference_text(self) -> tuple[int, ...]:
+        """The text that the answer may resemble; empty for none."""
+        texts = self.entry.question.references
+        return tuple(texts[self.turn - 1]) if texts else ()
+
 
 @dataclass(kw_only=True)
 class Records:
@@ -73,9 +79,14 @@ class TimedDecoder:
         """This project's loop on exchanges of one temperature: its answers, and the seconds it took. The method, None
         for the target alone, chooses its tree for `batch_size` rows, while `rows` (None for as many) are decoded at
         once. `records` takes the answers and counts of the method; `exact` leaves a lossy rule out."""
-        requests = [Request(tokens=exchange.prompt, index=exchange.index, temperature=exchange.temperature,
-                            max_new_tokens=tokens or self.config.max_new_tokens) for exchange in asked]
         drafter, families = (method.drafter, method.parts) if method else (None, ())
+        # The texts that some drafts read besides the prompt go to those alone.
+        requests = [Request(
+            tokens=exchange.prompt, index=exchange.index, temperature=exchange.temperature,
+            max_new_tokens=tokens or self.config.max_new_tokens,
+            reference=exchange.reference_text if drafter is not None and drafter.reads_references else (),
+            draft_tokens=tuple(exchange.entry.question.draft_tokens) if drafter is not None and drafter.reads_own_text
+            else ()) for exchange in asked]
         policy = method.policy_for(batch_size, asked[0].temperature) if method else None
         counter = PartCounter() if len(families) > 1 else None
         observers = [one for one in (counter, records.recorder if records else None) if one is not None]

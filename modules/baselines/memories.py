@@ -4,15 +4,18 @@ arXiv:2506.04708), and copies from the text so far (prompt lookup, CopySpec arXi
 
 Shapes: V target vocabulary, C candidates of a token or an entry, B rows, R rows that change, F frontier nodes, M nodes
 of a pass, E all nodes of all rows, G tokens of a context or of the longest suffix compared, P entries of the memory,
-W entries averaged, Q = W * C, L places of the text buffer, H tokens copied."""
+W entries averaged, Q = W * C, L places of the text buffer, H tokens copied, N new tokens, S rows of a state."""
+
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UserError
 from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, Verified
 from ..parts.causal_drafter import Text
 from ..policies.lookahead_trees import likeliest_paths
+from ..row_buffers import RowBuffer
 from ..token_tree import Topology
 from ..verification.sampling import widened
 
@@ -207,25 +210,120 @@ class PromptLookup(Proposer[Text]):
     def expand(self, state: Text, frontier: Frontier) -> Scores:
         """Scores of the copied tokens, one for each depth, each the only child; no guess in rows without a match.
         Raises ValueError if the frontier is not the root alone."""
+        matched_BL, places_L, roots_B1 = self.matches(state, frontier)
+        # The longest match first, among equals the latest place: its last token is copied from after.
+        best = torch.where(matched_BL >= self.shortest, matched_BL * len(places_L) + places_L, -1).max(-1)
+        found_B1 = best.values[:, None] >= 0
+        ends_B1 = torch.where(found_B1, places_L[best.indices, None], self.longest)
+        tokens_BH = copies(state.tokens_SL[: len(ends_B1)], ends_B1, roots_B1, self.copied)
+        return only_children(tokens_BH, found_B1.expand_as(tokens_BH))
+
+    def matches(self, state: Text, frontier: Frontier) -> tuple[Tensor, Tensor, Tensor]:
+        """(tokens up to each place that are those up to the root, at most `longest` and 0 from the root on, [B, L];
+        these places of the buffer; the roots', [B, 1])."""
         if frontier.nodes_BF.shape[1] != 1:
             raise ValueError("prompt lookup drafts from the root only: a frontier must have 1 node, "
                              f"got {frontier.nodes_BF.shape[1]}")
-        tokens_BL, roots_B = state.tokens_SL[: len(frontier.nodes_BF)], state.roots_S[: len(frontier.nodes_BF)]
-        length, roots_B1 = self.longest, roots_B[:, None]
-        tail_B1G = state.endings(torch.arange(len(roots_B), device=self.device), roots_B1, length)
+        tokens_BL, roots_B1 = (part[: len(frontier.nodes_BF)] for part in (state.tokens_SL, state.roots_S[:, None]))
+        tail_B1G = state.endings(torch.arange(len(roots_B1), device=self.device), roots_B1, self.longest)
         # Places before the text must not equal each other.
         tail_B1G = torch.where(tail_B1G < 0, -2, tail_B1G)
-        equal_BLG = tokens_BL.unfold(1, length, 1)[:, 1:] == tail_B1G
-        matched_BL = equal_BLG.flip(-1).long().cumprod(-1).sum(-1)
-        places_L = torch.arange(length, tokens_BL.shape[1], device=self.device)
-        allowed_BL = (matched_BL >= self.shortest) & (places_L < roots_B1)
-        # The longest match first, among equals the latest place: its last token is copied from after.
-        best = torch.where(allowed_BL, matched_BL * tokens_BL.shape[1] + places_L, -1).max(-1)
-        found_B = best.values >= 0
-        ends_B = torch.where(found_B, places_L[best.indices], length)
-        distance_B1 = (roots_B - ends_B)[:, None].clamp(min=1)
-        copied_H = torch.arange(self.copied, device=self.device)
-        tokens_BH = tokens_BL.gather(1, ends_B[:, None] + 1 + copied_H % distance_B1)
-        scores_BH = torch.where(found_B[:, None], 0.0, -torch.inf).expand_as(tokens_BH)
-        candidates_BH = tokens_BH.clamp(min=0)
-        return Scores(log_probs_BFHQ=scores_BH[:, None, :, None], candidates_BFHQ=candidates_BH[:, None, :, None])
+        equal_BLG = tokens_BL.unfold(1, self.longest, 1)[:, 1:] == tail_B1G
+        places_L = torch.arange(self.longest, tokens_BL.shape[1], device=self.device)
+        return equal_BLG.flip(-1).long().cumprod(-1).sum(-1) * (places_L < roots_B1), places_L, roots_B1
+
+
+def copies(tokens_BL: Tensor, ends_B1: Tensor, roots_B1: Tensor, count: int) -> Tensor:
+    """The `count` tokens after a place of each text, [B, H]; after the root, which is the last one, come those again
+    that were copied so far."""
+    order_H = torch.arange(count, device=ends_B1.device)
+    return tokens_BL.gather(1, ends_B1 + 1 + order_H % (roots_B1 - ends_B1).clamp(min=1))
+
+
+def only_children(tokens_BH: Tensor, known_BH: Tensor) -> Scores:
+    """Scores of a token for each depth, where it is known the only child."""
+    scores_BH = torch.where(known_BH, 0.0, -torch.inf)
+    return Scores(log_probs_BFHQ=scores_BH[:, None, :, None], candidates_BFHQ=tokens_BH.clamp(min=0)[:, None, :, None])
+
+
+class ReferenceText(Text):
+    """The reference of each row, empty places that no copy crosses, and its text; how well the copies went so far."""
+
+    def __init__(self, rows: int, capacity: int, longest: int, first: int, device: torch.device) -> None:
+        super().__init__(rows, capacity, capacity + 2 * longest, device)
+        self.first, self.text = longest, capacity + 2 * longest  # First places of the references and of the texts
+        # Place of the reference's last token that the answer has; drafts in a row that were wrong at once; most tokens
+        # of the next copy; of the last copy the place before its first token, and how many tokens it had.
+        blanks = (longest - 1, 0, first, 0, 0)
+        held = [RowBuffer(rows, blank=blank, device=device, dtype=torch.long) for blank in blanks]
+        self.cursors_S, self.misses_S, self.lengths_S, self.ends_S, self.counts_S = (one.values for one in held)
+        self.held = (*self.held, *held)
+
+
+class ReferenceCopy(PromptLookup):
+    """Drafter that copies from a reference, which the answer is expected to resemble, and from the text so far.
+
+    Where the original starts anew after an edit with a suffix that occurs once in the reference, here the longest match
+    is taken, of equal ones the nearest after the last token that was copied, else the latest. Without any match a token
+    is taken to replace one of the reference. A copy has `first` tokens, twice as many after one that was right as a
+    whole, up to `copied`. Each draft that is wrong at once makes the shortest match that counts a token longer, up to
+    `longest`, so that a reference that the answer does not resemble costs next to nothing."""
+
+    family = "reference"
+    reads_references = True  # True: this is what it is for
+
+    def __init__(self, device: torch.device, *, longest: int = 8, copied: int = 32, first: int = 8) -> None:
+        super().__init__(device, longest=longest, copied=copied)
+        self.start_length = min(first, copied)
+
+    def start(self, rows: int, capacity: int) -> ReferenceText:
+        return ReferenceText(rows, capacity, self.longest, self.start_length, self.device)
+
+    def open(self, state: Text, row_R: Tensor, *, reference: Sequence[int], own_text: Sequence[int]) -> None:
+        super().open(state, row_R, reference=reference, own_text=own_text)
+        assert isinstance(state, ReferenceText)
+        state.tokens_SL[row_R, state.first : state.first + len(reference)] = row_R.new_tensor(reference)
+
+    def observe(self, state: Text, rows_R: Tensor, observation: Observation) -> None:
+        """Store the new tokens, and count how many of them the last draft had."""
+        assert isinstance(state, ReferenceText)
+        ends_R, counts_R = state.ends_S[rows_R], state.counts_S[rows_R]
+        following_RN = observation.next_BN
+        copied_RN = copies(state.tokens_SL[rows_R], ends_R[:, None], state.roots_S[rows_R, None], following_RN.shape[1])
+        order_N = torch.arange(following_RN.shape[1], device=rows_R.device)
+        within_RN = order_N < torch.minimum(observation.counts_B, counts_R)[:, None]
+        right_R = ((following_RN == copied_RN) & within_RN).long().cumprod(-1).sum(-1)
+        super().observe(state, rows_R, observation)
+        drafted_R, hit_R = counts_R > 0, right_R > 0
+        cursors_R, misses_R, lengths_R = (one[rows_R] for one in (state.cursors_S, state.misses_S, state.lengths_S))
+        state.cursors_S[rows_R] = torch.where(hit_R & (ends_R < state.text), ends_R + right_R, cursors_R)
+        misses_R = torch.where(hit_R, 0, (misses_R + 1).clamp(max=self.longest))
+        state.misses_S[rows_R] = torch.where(drafted_R, misses_R, state.misses_S[rows_R])
+        lengths_R = torch.where(right_R == counts_R, 2 * lengths_R, self.start_length).clamp(max=self.copied)
+        state.lengths_S[rows_R] = torch.where(drafted_R, lengths_R, state.lengths_S[rows_R])
+        state.counts_S[rows_R] = 0
+
+    def expand(self, state: Text, frontier: Frontier) -> Scores:
+        assert isinstance(state, ReferenceText)
+        matched_BL, places_L, roots_B1 = self.matches(state, frontier)
+        rows, size = len(roots_B1), state.tokens_SL.shape[1]
+        tokens_BL, cursors_B1, misses_B1 = (one[:rows] for one in (
+            state.tokens_SL, state.cursors_S[:, None], state.misses_S[:, None]))
+        ahead_BL = places_L - cursors_B1
+        near_BL = (ahead_BL > 0) & (places_L < state.text)
+        order_BL = torch.where(near_BL, 2 * size - ahead_BL, places_L)
+        expected_BL = (ahead_BL == 1) & (misses_B1 == 0) & (places_L < state.text)
+        # What nothing follows, as the reference's last token, is no place to copy from.
+        allowed_BL = (matched_BL > misses_B1.clamp(max=self.longest - 1)) | expected_BL
+        allowed_BL &= nn.functional.pad(tokens_BL[:, self.longest + 1 :], (0, 1), value=-1) >= 0
+        best = torch.where(allowed_BL, matched_BL * 2 * size + order_BL, -1).max(-1)
+        found_B1 = best.values[:, None] >= 0
+        ends_B1 = torch.where(found_B1, places_L[best.indices, None], self.longest)
+        # The root is the reference's next token, whether or not the tokens after it go on.
+        sure_B1 = found_B1 & (best.values[:, None] >= 2 * size) & (ends_B1 == cursors_B1 + 1) & (ends_B1 < state.text)
+        state.cursors_S[:rows] = torch.where(sure_B1, ends_B1, cursors_B1)[:, 0]
+        tokens_BH = copies(tokens_BL, ends_B1, roots_B1, self.copied)
+        short_BH = torch.arange(self.copied, device=self.device) < state.lengths_S[:rows, None]
+        known_BH = found_B1 & short_BH & (tokens_BH >= 0).cumprod(-1).bool()
+        state.ends_S[:rows], state.counts_S[:rows] = ends_B1[:, 0], known_BH.sum(-1)
+        return only_children(tokens_BH, known_BH)

@@ -28,9 +28,10 @@ from ..target.attention.segment_attention import mask_arguments
 from ..target.attention.tree_attention import place_arguments
 from ..target.model import Target
 from ..target.partial_passes import skipping
-from .memories import Ngrams, PromptLookup, TokenRecycling, recycling_tree
+from .memories import Ngrams, PromptLookup, ReferenceCopy, TokenRecycling, recycling_tree
 
 LOOKUP = "lookup"  # The partner whose chain is sized for an artifact
+REFERENCE = "reference"  # The partner that copies from a request's reference
 JOINED = f"{STATIC}+{LOOKUP}"  # The joined policy that an artifact is tuned for
 COPIED = 7  # Tokens that prompt lookup copies
 NATIVE = "native_head"  # The baseline of targets with a head of their own
@@ -56,6 +57,7 @@ _KINDS = {
     # CopySpec is prompt lookup that trusts long matches alone.
     "suffix_match": _Kind("suffix", lambda target, size: PromptLookup(
         target.device, shortest=3, longest=16, copied=size), 10),
+    "reference": _Kind(REFERENCE, lambda target, size: ReferenceCopy(target.device, copied=size), 32),
     "recycling": _Kind("recycling", lambda target, _: TokenRecycling(target.vocab_size, target.device), 16, tree=True),
     # ADED and STAND. Of 48 answers at temperature 1, eight to a prompt, drawn trees of 16 nodes accept 1.37 tokens,
     # those of the likeliest tokens 1.25.
@@ -66,6 +68,8 @@ _KINDS = {
     # A quarter of the target's layers.
     "first_layers": _Kind("first_layers", lambda target, _: LayerDraft(
         target, range(max(1, target.num_layers // 4))), 3),
+    # For requests with a shorter text for the draft (RAPID, arXiv:2502.20754); else it only repeats the target's work.
+    "whole_target": _Kind("whole_target", lambda target, _: LayerDraft(target, range(target.num_layers)), 3),
     NATIVE: _Kind(None, _native_head, 3),
 }
 PARTNERS = {kind.partner: name for name, kind in _KINDS.items() if kind.partner is not None}  # By names in policies
@@ -110,6 +114,17 @@ def parse_joined(name: str) -> PolicyName:
         return PolicyName(own=own, partner=known)
     return PolicyName(own=own, partner=known, size=whole_number(
         name, known, number, 2 if _KINDS[PARTNERS[known]].tree else 1))
+
+
+def with_reference(name: str) -> str:
+    """The policy of this name where a request has a reference: by default static+reference. Raises UserError if it
+    copies from none."""
+    if name == FASTEST:
+        return f"{STATIC}+{REFERENCE}"
+    if (parts := parse_joined(name)).partner != REFERENCE:
+        raise UserError(f"a reference was given, and the policy {name} copies from none; ask for "
+                        f"{parts.own}+{REFERENCE}, or leave the policy or the reference out")
+    return name
 
 
 def joined_drafter(name: PolicyName, drafter: Proposer, target: Target) -> Proposer:

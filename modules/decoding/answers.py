@@ -77,11 +77,11 @@ _WARPERS = (native.TemperatureLogitsWarper, native.TopKLogitsWarper, native.TopP
 
 
 def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Policy]], inputs: Tensor | None,
-                     streamer: Any, given: Mapping[str, Any]) -> Tensor:
+                     streamer: Any, references: Sequence[str], given: Mapping[str, Any]) -> Tensor:
     """Prompts and answers as `generate` gives them, [B, L + T]; see `Artifact.generate`. UserError names what the call
     asks for and decoding with drafts does not offer. `drafting` gives drafter and policy for a batch size and a
     temperature; `inputs` are the prompts, unless `given`, the other arguments of `generate`, has them; the `streamer`
-    gets the prompt and each token of the answer."""
+    gets the prompt and each token of the answer; `references` are a text that all answers may resemble, or one each."""
     # generate takes lists of tokens as tensors too.
     given = {name: value.tolist() if isinstance(value, Tensor) and name not in _TAKEN else value
              for name, value in given.items()}
@@ -105,6 +105,12 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
     if streamer is not None and prompts is not None and len(prompts) > 1:
         raise UserError(f"a streamer shows one answer, got {len(prompts)} prompts; give one, or no streamer")
 
+    if not all(isinstance(text, str) for text in references):
+        raise UserError(f"reference must be a text, or one for each prompt, got {references!r:.60}; give texts")
+    if prompts is not None and len(references) not in (0, 1, len(prompts)):
+        raise UserError(f"reference holds {len(references)} texts for {len(prompts)} prompts; give one for all, or one "
+                        "for each")
+
     # transformers passes a callable neither the streamer nor any argument that its own loop does not name; the closure
     # knows them. Other names of parameters here would take arguments away from its preparation.
     def answer(model: Any, input_ids: Tensor, *, generation_config: Any, logits_processor: Any,
@@ -119,7 +125,11 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
                             "the left (padding_side='left' of the tokenizer)")
         room = generation_config.max_length - input_ids.shape[1]
         prompts = [tuple(row_L[mask_L.bool()].tolist()) for row_L, mask_L in zip(input_ids, mask_BL, strict=True)]
-        requests = [Request(prompt, index, room, defaults.temperature) for index, prompt in enumerate(prompts)]
+        texts: list[tuple[int, ...]] = [tuple(target.tokenizer.encode(text, add_special_tokens=False))
+                                        for text in references] or [()]
+        texts = texts * len(prompts) if len(texts) == 1 else texts
+        requests = [Request(prompt, index, room, defaults.temperature, reference=text)
+                    for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True))]
         own = list(given.get("logits_processor") or ())
         if own or defaults.biases != defaults.biases.alone:
             # A call's own processor stands in for transformers' of its kind, and those of texts see the padding of the

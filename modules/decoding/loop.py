@@ -63,7 +63,7 @@ class Loop:
         self.slots: list[Generation] = []
         size = (policy.max_size if policy is not None else 1) + room_for(self.waiting)
         nodes = size if drafter is None else size * (1 + drafter.virtual_nodes)
-        longest = max((len(r.tokens) + r.max_new_tokens for r in self.waiting), default=0)
+        longest = max((request.room for request in self.waiting), default=0)
         places = max((r.max_new_tokens for r in self.waiting), default=0) + size
         sampled = any(request.temperature > 0 for request in self.waiting)
         count = min(settings.batch_size, len(self.waiting))
@@ -158,7 +158,9 @@ class Loop:
                 yield from self._settle()
                 free += [row for row in range(len(self.slots)) if row not in free and self._free(row)]
             while free and self.waiting:
-                started = [row for row in free if self._assign(row)]
+                started = free[: len(self.waiting)]
+                for row in started:
+                    self._assign(row)
                 # In groups of prompts of like length, which are read without much padding.
                 lengths = {row: len(self.slots[row].request.tokens) - self._read for row in started}
                 groups: list[list[int]] = []
@@ -194,7 +196,7 @@ class Loop:
             repeated = next(index for index in indices if indices.count(index) > 1)
             raise UserError(f"several requests have the index {repeated}; give each request of a run its own")
         for request in requests:
-            if error := request.fault(self.target.context_length, self.target.vocab_size, self.target.device):
+            if error := request.fault(self.target, self.drafter):
                 self.refused.append(Generation(request, finish="error", error=error))
             else:
                 self.waiting.append(request)
@@ -204,10 +206,8 @@ class Loop:
                 self.policy.check_sampling(SamplingSetting(temperature=temperature, top_k=own.top_k, top_p=own.top_p,
                                                            min_p=own.min_p, repetition_penalty=own.repetition_penalty))
 
-    def _assign(self, row: int) -> bool:
-        """Put the next request into a row; False when none waits."""
-        if not self.waiting:
-            return False
+    def _assign(self, row: int) -> None:
+        """Put the next request into a row."""
         request = self.waiting.popleft()
         self.slots[row : row + 1] = [Generation(request)]
         self.batch.open(row)
@@ -215,9 +215,9 @@ class Loop:
         self._read = self.rows.open(row, request.index)
         if self.recorder is not None:
             self.recorder.open(request.index, self._read)
-        if self.state is not None:
-            self.state.clear(torch.tensor([row], device=self.target.device))
-        return True
+        if self.drafter is not None:
+            self.drafter.open(self.state, torch.tensor([row], device=self.target.device), reference=request.reference,
+                              own_text=request.draft_tokens)
 
     def _free(self, row: int) -> bool:
         """True for a finished row that nothing more is recorded of."""
@@ -280,7 +280,7 @@ class Loop:
         observation = Observation(tokens_BN=tokens_BC, counts_B=counts_B, final_BND=output.final_BND[:, :width],
                                   taps={layer: states[:, :width] for layer, states in output.taps.items()},
                                   roots_B=roots_B, verified=verified, ahead=ahead_states(sent, output, last_B),
-                                  host_rows=rows, host_counts=counts)
+                                  host_rows=rows, host_counts=counts, prompt=True)
         # The mask of a prompt is as large as its length squared, and the drafter makes one of its own.
         del sent
         if self.recorder is not None:

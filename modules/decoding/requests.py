@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-import torch
-
 from ..errors import UserError
+from ..interfaces.proposer import Proposer
 from ..target.loading.generation_defaults import GenerationDefaults, TokenBiases
 from ..verification.acceptance_rules import Rule
 from ..verification.sampling import TEMPERATURES, is_temperature
@@ -28,9 +27,19 @@ class Request:
     least: int = 0  # Tokens that it gets whatever a deadline says
     processors: tuple[Processor, ...] = ()  # Applied at each node, after the repetition penalty
     grammar: Grammar | None = None  # The form of the answer; None leaves it free
+    reference: tuple[int, ...] = ()  # A text that the answer may resemble: a drafter with `reads_references` copies it
+    draft_tokens: tuple[int, ...] = ()
+    """A text that the drafter reads in place of the prompt (RAPID, arXiv:2502.20754); it must have `reads_own_text`."""
 
-    def fault(self, context_length: int, vocab_size: int, device: torch.device) -> str:
-        """The error of this request, in a sentence that names it; empty for a sound one."""
+    @property
+    def room(self) -> int:
+        """Most tokens of a text of this request: of prompt and answer, of the draft's text and the answer, or the
+        reference."""
+        return max(max(len(self.tokens), len(self.draft_tokens)) + self.max_new_tokens, len(self.reference))
+
+    def fault(self, target: Any, drafter: Proposer | None = None) -> str:
+        """The error of this request to a target, or stored text, in a sentence that names it; empty for a sound one."""
+        context_length, vocab_size = target.context_length, target.vocab_size
         total = len(self.tokens) + self.max_new_tokens
         if not 0 <= self.index < 2**63:
             return f"prompt {self.index}: an index must be from 0 to 2^63 - 1; number the requests from 0"
@@ -40,13 +49,23 @@ class Request:
             return f"prompt {self.index}: max_new_tokens must be at least 1, got {self.max_new_tokens}"
         if not is_temperature(self.temperature):
             return f"prompt {self.index}: temperature must be {TEMPERATURES}, got {self.temperature}"
-        if not 0 <= min(self.tokens) <= max(self.tokens) < vocab_size:
-            outside = next(token for token in self.tokens if not 0 <= token < vocab_size)
-            return f"prompt {self.index} has token {outside}; the target's ids are 0 to {vocab_size - 1}"
+        for where, tokens in (("", self.tokens), ("in its reference the ", self.reference),
+                              ("in its draft_tokens the ", self.draft_tokens)):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+                outside = next(token for token in tokens if not 0 <= token < vocab_size)
+                return f"prompt {self.index} has {where}token {outside}; the target's ids are 0 to {vocab_size - 1}"
         if total > context_length:
             return (f"prompt {self.index} has {len(self.tokens)} tokens and asks for {self.max_new_tokens} more, but "
                     f"the target's context holds {context_length}; shorten the prompt or lower max_new_tokens")
-        wrong = fault_of(self.processors, self.tokens, vocab_size, device)
+        if self.room > context_length:
+            return (f"prompt {self.index} has a reference of {len(self.reference)} tokens and draft_tokens of "
+                    f"{len(self.draft_tokens)} before {self.max_new_tokens} more, but the target's context holds "
+                    f"{context_length}; shorten them")
+        if self.draft_tokens and drafter is not None and not drafter.reads_own_text:
+            return (f"prompt {self.index} has draft_tokens, but a draft of the family {drafter.family} reads the "
+                    "target's states of the whole prompt; leave them out, or take a draft that reads text alone, such "
+                    "as a draft language model")
+        wrong = fault_of(self.processors, self.tokens, vocab_size, target.device)
         return f"prompt {self.index}: {wrong}" if wrong else ""
 
 

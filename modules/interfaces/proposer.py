@@ -112,6 +112,7 @@ class Observation:
     verified: Verified | None = None  # For drafters with `reads_logits`: of all nodes, or of a chunk's last token
     ahead: AheadStates | None = None  # States at the virtual nodes of a pass; None for a pass without any
     host_rows: list[int] | None = None  # The rows of the state that these are; None where the device alone knows them
+    prompt: bool = False  # True for pieces of prompts
     host_counts: list[int] | None = None  # `counts_B` as known on the host; None where only the device knows them
 
     def on_host(self, rows_R: Tensor) -> tuple[list[int], list[int]]:
@@ -195,10 +196,17 @@ class Proposer(ABC, Generic[State]):
     reads_logits: bool = False  # True if observations must contain the target's logits
     virtual_nodes: int = 0  # Most virtual nodes that `extended` adds after a node of a pass
     chain_limits: ChainLimits = ChainLimits()  # Ends of a chain of the policy `early-exit`
+    reads_references: bool = False  # True if it copies from a request's `reference`
+    reads_own_text: bool = False  # True if it can read a request's `draft_tokens` in place of the prompt
 
     @abstractmethod
     def start(self, rows: int, capacity: int) -> State:
         """An empty state for a batch of `rows` sequences of at most `capacity` tokens, the largest tree included."""
+
+    def open(self, state: State, row_R: Tensor, *, reference: Sequence[int], own_text: Sequence[int]) -> None:
+        """Reset a row of the state for another sequence, with the tokens of a text that its answer may resemble and of
+        one that is read in place of its prompt, if there are any; most read neither."""
+        state.clear(row_R)
 
     @abstractmethod
     def observe(self, state: State, rows_R: Tensor, observation: Observation) -> None:

@@ -17,7 +17,7 @@ rows of a state, G tokens of a window or key-value heads, E width of a key, X wi
 from abc import abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -35,6 +35,7 @@ from .decoder_block import AttentionContext
 
 WAITING = 16
 """Most accepted tokens that are read together with the root; a longer text, such as a prompt, is read at once."""
+PIECE = 512  # Most tokens of a text of its own that a draft reads in one pass
 SLOT = -1  # Placeholder id of a mask token, which has a learned embedding and no id
 
 
@@ -74,6 +75,7 @@ class CausalState(Text):
         self.read = read
         self.held, self.caches = (*self.held, read.cache), (read.cache,)
         self.host_lengths = [0] * rows  # Tokens of each text without the root
+        self.apart = [False] * rows  # Whether a row reads a text of its own in place of the prompt
         self.rooted = False  # Whether the tree holds the roots
         self.most = WAITING  # Most tokens of a row that an observation may leave unread
         self.at_once = False  # Whether every pass of one shape may accept more, so that its observation reads them
@@ -93,13 +95,15 @@ class CausalState(Text):
         """Reset the rows, texts and cache."""
         super().clear(rows_R)
         for row in rows_R.tolist():
-            self.host_lengths[row] = 0
+            self.host_lengths[row], self.apart[row] = 0, False
 
     def keep(self, rows_R: Tensor) -> None:
         """Keep the rows `rows_R`, in that order."""
         super().keep(rows_R)
         kept = [self.host_lengths[row] for row in rows_R.tolist()]
         self.host_lengths = [*kept, *[0] * (len(self.host_lengths) - len(kept))]
+        apart = [self.apart[row] for row in rows_R.tolist()]
+        self.apart = [*apart, *[False] * (len(self.apart) - len(apart))]
 
     def unread(self, rows: Sequence[int]) -> list[int]:
         """Tokens of these rows that are not in the cache, their roots not counted."""
@@ -127,6 +131,7 @@ class CausalDraft(Proposer[CausalState]):
     cache_groups: Sequence[Hashable]
     """A mark of each layer, equal where keys and values have equal shapes, see `RowCache`."""
     window: int | None = None  # The window of its layers; None where one of them sees the whole text
+    reads_own_text = True  # True: it reads no states of the target's
     slots: int = 0
     """Mask tokens after the root, one for each depth beyond the first; 0 when depths are drafted one by one."""
 
@@ -159,9 +164,31 @@ class CausalDraft(Proposer[CausalState]):
         read.cache.layers = [read.cache.layers[places.get(layer, 0)] for layer in range(self.num_layers)]
         return CausalState(rows, capacity, read)
 
+    def open(self, state: CausalState, row_R: Tensor, *, reference: Sequence[int], own_text: Sequence[int]) -> None:
+        """Reset a row; it reads `own_text`, if there is one, which stands in place of the prompt's tokens."""
+        super().open(state, row_R, reference=reference, own_text=own_text)
+        for start in range(0, len(own_text), PIECE):
+            tokens_BN = row_R.new_tensor([own_text[start : start + PIECE]])
+            # The root comes with the prompt.
+            self.observe(state, row_R, Observation(
+                tokens_BN=tokens_BN, counts_B=row_R.new_tensor([tokens_BN.shape[1]]), final_BND=tokens_BN[..., None],
+                taps={}, roots_B=torch.zeros_like(row_R)))
+        for row in row_R.tolist() if own_text else ():
+            state.apart[row] = True
+
     def observe(self, state: CausalState, rows_R: Tensor, observation: Observation) -> None:
         """Store the new tokens. A few are read together with the root, many are read at once."""
         state.drop_tree()
+        rows, counts = observation.on_host(rows_R)
+        if observation.prompt and any(state.apart[row] for row in rows):
+            # Of a prompt, rows with a text of their own take what follows it: in the end, the first of the answer.
+            state.tokens_SL[rows_R, state.roots_S[rows_R]] = observation.roots_B
+            if not (others := [place for place, row in enumerate(rows) if not state.apart[row]]):
+                return
+            rows, counts = [rows[place] for place in others], [counts[place] for place in others]
+            rows_R, observation = rows_R[others], replace(
+                observation, tokens_BN=observation.tokens_BN[others], counts_B=observation.counts_B[others],
+                roots_B=observation.roots_B[others])
         given_RMD, former_R = None, state.roots_S[rows_R]
         if state.given is not None:
             # Left of the new ones stand those of the newest tokens, the former root's last.
@@ -169,7 +196,6 @@ class CausalDraft(Proposer[CausalState]):
             newest_RN = observation.counts_B[:, None] + torch.arange(WAITING + 1, device=rows_R.device)
             state.given.values.index_copy_(0, rows_R, _at(given_RMD, newest_RN))
         state.append(rows_R, observation)
-        rows, counts = observation.on_host(rows_R)
         for row, count in zip(rows, counts, strict=True):
             state.host_lengths[row] += count
         if state.read.cache.bound is not None:

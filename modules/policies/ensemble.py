@@ -66,6 +66,8 @@ class Ensemble(Proposer[EnsembleState], SharesTargetRows):
         self.reads_logits = any(part.reads_logits for part in parts)
         # Of the parts one may have any: no tree takes the virtual nodes of two.
         self.virtual_nodes = sum(part.virtual_nodes for part in parts)
+        self.reads_references = any(part.reads_references for part in parts)
+        self.reads_own_text = any(part.reads_own_text for part in parts)
 
     def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> EnsembleState:
         """Empty states; the last part may run the target's first layers in the rows that are verified."""
@@ -74,6 +76,10 @@ class Ensemble(Proposer[EnsembleState], SharesTargetRows):
         shared = None if any(part.taps for part in others) else verified
         return EnsembleState([*(part.start(rows, capacity) for part in others),
                               started(last, shared, rows, capacity)])
+
+    def open(self, state: EnsembleState, row_R: Tensor, *, reference: Sequence[int], own_text: Sequence[int]) -> None:
+        for part, held in zip(self.parts, state.parts, strict=True):
+            part.open(held, row_R, reference=reference, own_text=own_text)
 
     def extended(self, state: EnsembleState, tree: TokenTree) -> TokenTree:
         for part, held in zip(self.parts, state.parts, strict=True):

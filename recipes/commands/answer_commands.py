@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGINT
 from typing import Any
@@ -12,28 +12,22 @@ from typing import Any
 from ...data import Message
 from ...export import load_artifact, use_free_processors
 from ...modules import (
-    FASTEST,
     NONE,
-    DecodeSettings,
     DecodeStats,
     Request,
     Target,
-    TargetConfig,
     UserError,
-    parse_joined,
     stream,
 )
-from ...modules.config_checks import CheckedSettings, Natural, Whole
-from ...modules.decoding.constraints import Grammar, ThinkingBudget
+from ...modules.baselines.registry import with_reference
 from ...modules.decoding.recorders import GuessedPass, PassRecorder, WrittenToken
 from ...modules.decoding.requests import TokenText, visible
-from ...modules.target.loading.generation_defaults import TokenBiases
-from ...modules.verification.acceptance_rules import lossy_rule
-from ...modules.verification.sampling import Temperature
-from ..chat_settings import TemplateConfig, artifact_target, own_target
+from ...modules.files.json_records import read_bounded_text
+from ..chat_settings import artifact_target
 from ..reading.command_line import Command, Parsed
 from ..reading.recipe_files import check_plain
 from ..terminal import Stopped, one_sentence, say, stopped_by_signals
+from .answer_arguments import AnswerArguments, ChatArguments, GenerateArguments
 
 ANEW = "/new"  # The message that starts another conversation
 MOST_CHARACTERS = 2**20  # Longest line that is read as a message
@@ -100,144 +94,6 @@ class MarkedAnswer:
         piece = visible(pieces.add(written.token))
         before = visible(rejected, breaks=False).join(self.marks.rejected or ("", "")) if rejected else ""
         return before + (piece.join(self.marks.guessed) if written.guessed and piece else piece)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnswerArguments(CheckedSettings):
-    """Arguments of the commands that answer."""
-
-    artifact: Path
-    """Folder of the artifact."""
-    max_new_tokens: Whole = 256
-    """Longest answer, in tokens."""
-    temperature: Temperature = 0.0
-    """0 is greedy."""
-    top_k: int = 0
-    """Sample among this many best tokens; 0 is all of them."""
-    top_p: float = 1.0
-    """Sample within this share of the probability."""
-    min_p: float = 0.0
-    """Sample among the tokens with at least this share of the best token's probability; 0 is all of them."""
-    repetition_penalty: float = 1.0
-    """Divide the logits of tokens that occurred by this, as transformers does; 1 changes nothing."""
-    seed: int = 0
-    """Seed of the sampled answer."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the answer."""
-    json_schema: Path | None = None
-    """File with a JSON schema that answers follow; what it forces is copied for free. Takes draftsmith[structured]."""
-    regex: str = ""
-    """Regular expression that answers match."""
-    grammar: Path | None = None
-    """File with a grammar that answers follow, in the EBNF of llama.cpp with the rule root."""
-    thinking_tokens: Natural | None = None
-    """Most tokens of thinking: after them its end is forced; null leaves it to the target."""
-    min_new_tokens: Natural = 0
-    """Tokens of an answer before which it does not end; 0 leaves it to the target."""
-    no_repeat_ngram_size: Natural = 0
-    """Let no sequence of this many tokens come twice, the prompt included; 0 lets all."""
-    bad_words: tuple[str, ...] = ()
-    """Texts that answers do not hold, at the start of a word and inside."""
-    sequence_bias: dict[str, float] = field(default_factory=dict)
-    """Texts and what is added to the logit of their last token where the rest stands before it, as in {' cat': -2.5}.
-    """
-    suppress_tokens: tuple[Natural, ...] = ()
-    """Tokens, by their ids, that answers do not hold."""
-    forced_end: bool = False
-    """Make an end token the last one of an answer of full length."""
-    lossy: str = ""
-    """Accept more guesses than the target would write, so that answers are NOT its own, above temperature 0: typical
-    (likely enough guesses), or kl and a number, kl-0.5 (guesses where draft and target differ by fewer nats; takes a
-    policy that samples). Empty is exact."""
-    graphs: bool | None = None
-    """Replay whole rounds as CUDA graphs; null does so on a CUDA device. A last line says what could not be."""
-    compile: bool = False
-    """Compile the layers of target and draft with torch.compile, which takes minutes before the first words and pays in
-    long answers; a last line says where it fails."""
-    policy: str = FASTEST
-    """Draft policy: fastest (static or static+lookup, by the artifact's measurements), static (the tree tuned on the
-    machine that trained it), paid (what pays of the tree, or none, anew before each pass), chain, eagle2, dyspec, sure,
-    ...; with a number of nodes or tokens where you like, static-16, chain-3; static+lookup also copies from the text;
-    none drafts nothing."""
-    target: TargetConfig = field(default_factory=own_target)
-    """The target; the one that the artifact names by default."""
-    template: TemplateConfig = field(default_factory=TemplateConfig)
-    """Settings of its chat template."""
-    trust: bool = False
-    """Import the class that the artifact names where its family is none of this package's, which runs its code."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.policy != FASTEST:
-            parse_joined(self.policy)
-        self.decode_settings()
-        self.form()
-        if self.lossy and (self.temperature == 0 or self.policy == NONE):
-            raise UserError(f"lossy {self.lossy} accepts more of what was drafted above temperature 0, and "
-                            f"temperature {self.temperature:g} with policy {self.policy} is exact; give both a "
-                            "--temperature and a draft, or leave --lossy out")
-
-    def decode_settings(self) -> DecodeSettings:
-        """The decoding loop's settings, but for biases. Raises UserError when a number is out of its range."""
-        return DecodeSettings(top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed,
-                              repetition_penalty=self.repetition_penalty, stop=self.stop, graphs=self.graphs,
-                              compile=self.compile, lossy=lossy_rule(self.lossy) if self.lossy else None)
-
-    def form(self) -> Grammar | None:
-        """The form of the answers. Raises UserError if there are two, or one that cannot be read or compiled."""
-        given: dict[Any, Any] = {"json_schema": self.json_schema, "regex": self.regex, "grammar": self.grammar}
-        asked = {name: value for name, value in given.items() if value}
-        if len(asked) > 1:
-            raise UserError(f"an answer follows one form, got {' and '.join(asked)}; leave one out")
-        for name, value in asked.items():
-            try:
-                return Grammar(name, value.read_text(encoding="utf-8") if isinstance(value, Path) else value)
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"{name} {value} cannot be read ({error}); give a file of text") from error
-        return None
-
-    def biases(self, target: Target) -> TokenBiases:
-        """The target's own biases and those asked for. Raises UserError as `TokenBiases.of` does."""
-        def tokens(text: str) -> list[list[int]]:
-            # A word has another token after a space.
-            found = [target.tokenizer.encode(one, add_special_tokens=False) for one in (text, f" {text.lstrip()}")]
-            return [one for place, one in enumerate(found) if one and one not in found[:place]]
-
-        own, more = target.biases.of_generate(), self.sequence_bias.items()
-        asked = {"bad_words_ids": [one for text in self.bad_words for one in tokens(text)],
-                 "sequence_bias": [*own.get("sequence_bias", {}).items(),
-                                   *((one, value) for text, value in more for one in tokens(text))],
-                 "suppress_tokens": self.suppress_tokens, "min_new_tokens": self.min_new_tokens,
-                 "no_repeat_ngram_size": self.no_repeat_ngram_size,
-                 "forced_eos_token_id": target.eos_ids if self.forced_end else None}
-        given = {name: value for name, value in asked.items() if value}
-        return TokenBiases.of({**own, **given}, target.eos_ids, target.vocab_size)
-
-    def request(self, target: Target, tokens: list[int], index: int, room: int) -> Request:
-        """The request for an answer of at most `room` tokens."""
-        budget = () if self.thinking_tokens is None else (
-            ThinkingBudget.of(target.tokenizer, self.thinking_tokens, len(tokens)),)
-        return Request(tuple(tokens), index, room, self.temperature, processors=budget, grammar=self.form())
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerateArguments(AnswerArguments):
-    """Arguments of `draftsmith generate`."""
-
-    prompt: str
-    """Text of the user's message."""
-    show_drafts: bool = False
-    """Mark who wrote each token: accepted guesses of the draft are green, rejected ones dim and struck through, the
-    rest is the target's own. Without colours ([accepted], ~rejected~) where the output is no terminal or NO_COLOR is
-    set; FORCE_COLOR asks for colours in files and pipes too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatArguments(AnswerArguments):
-    """Arguments of `draftsmith chat`."""
-
-    show_drafts: bool = True
-    """On a terminal, colour the accepted guesses of the draft; answers to a pipe are never marked."""
 
 
 class Answers:
@@ -308,15 +164,35 @@ class Answers:
 
 def generate(parsed: Parsed[GenerateArguments]) -> None:
     """Stream the answer to a prompt, drafted and verified: the same words as the target alone, sooner."""
-    given, passes = parsed.values, list[list[int]]()
+    given, passes, reference = parsed.values, list[list[int]](), ""
+    if given.reference is not None:
+        reference = reference_text(given.reference)
+        given = replace(given, policy=with_reference(given.policy))
     answers = Answers(given, marks_for(sys.stdout.isatty(), os.environ) if given.show_drafts else None)
-    tokens = answers.template.prompt([{"role": "user", "content": given.prompt}])
-    request = given.request(answers.artifact.target, tokens, 0, given.max_new_tokens)
+    tokens, draft_tokens = ([] if text is None else answers.template.prompt([{"role": "user", "content": text}])
+                            for text in (given.prompt, given.draft_prompt))
+    request = replace(given.request(answers.artifact.target, tokens, 0, given.max_new_tokens),
+                      draft_tokens=tuple(draft_tokens),
+                      reference=tuple(answers.template.tokenizer.encode(reference, add_special_tokens=False)))
     stats, marked = answers.print(request, passes)
     if marked is not None:
         print(f"\n{marked.summary()}", flush=True)
     answers.count(request, passes, stats)
     answers.explain(stats)
+
+
+def reference_text(file: Path) -> str:
+    """The text of a file. Raises UserError if it holds none."""
+    try:
+        text = read_bounded_text(file)
+    except OSError as error:
+        raise UserError(f"cannot read the reference {file}: {error.strerror or error}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"the reference {file} is no text in UTF-8 ({error.reason} at byte {error.start}); save it as "
+                        "UTF-8") from error
+    if not text.strip() or "\0" in text:
+        raise UserError(f"the reference {file} holds no text; write it, or leave --reference out")
+    return text
 
 
 def chat(parsed: Parsed[ChatArguments]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import changed_target, domain_prompts, record_prompts
+from benchmarks import changed_target, domain_prompts, edit_prompts, record_prompts
 from draftsmith.data import ChatTemplate, PromptConfig
 from draftsmith.data.prompts import sources
 from draftsmith.data.prompts.sources import OwnPrompts
@@ -32,6 +32,21 @@ def test_prompts_are_distinct_and_the_same_every_time(tmp_path: Path) -> None:
     assert not [row for row in rows if "{" in row["prompt"]]
     with pytest.raises(ValueError, match="rows must lie between 1 and"):
         domain_prompts.rows(10**6)
+
+
+def test_edits_are_planted_in_answers_of_the_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--target", "tiny-random", "--rows", "3", "--tokens", "40", "--every", "8"]
+    for name, seed in (("one", "3"), ("two", "3"), ("other", "4")):
+        edit_prompts.main(["--out", str(tmp_path / name), *words, "--seed", seed])
+    one, two, other = ((tmp_path / name).read_text() for name in ("one", "two", "other"))
+    assert one == two != other
+    planted, asked = ([row for row in map(json.loads, one.splitlines()) if row["category"] == kind]
+                      for kind in ("planted", "asked"))
+    assert [row["reference"] for row in planted] == [row["reference"] for row in asked]
+    assert all(row["reference"] in row["prompt"] for row in asked)
+    rows = capsys.readouterr().out.splitlines()[:4]
+    assert rows[0] == "| edits | reference | prompt_lookup |"
+    assert all(float(one) >= 1 for row in rows[2:] for one in row.strip(" |").split(" | ")[1:])
 
 
 @pytest.mark.long

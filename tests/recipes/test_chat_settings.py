@@ -5,10 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from draftsmith.data import Prompt
+from draftsmith.data import ChatTemplate, Prompt
+from draftsmith.data.prompts.prompt import parse_prompt
 from draftsmith.export import EvaluateConfig
 from draftsmith.modules import UserError
-from draftsmith.recipes.chat_settings import AskedSets, TemplateConfig
+from draftsmith.recipes.chat_settings import AskedSets, TemplateConfig, question
 from draftsmith.recipes.commands.pipeline import COMMANDS
 from support.data import chat_templates as shapes
 from support.data.chat_templates import shaped_tokenizer
@@ -70,3 +71,28 @@ def test_questions_have_the_modes_in_turn_and_their_history_is_a_servers() -> No
         first, second = (target.tokenizer.decode(one.prompt(said)) for said in ((), [answer]))
         assert first.endswith("</think>\n\n") == (one.mode == "not thinking")
         assert second.startswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nfine<|im_end|>\n")
+
+
+def test_rows_name_texts_besides_the_prompt() -> None:
+    template = ChatTemplate(shaped_tokenizer(shapes.CHATML))
+    row = {"turns": ["a", "b"], "reference": ["one", "two"]}
+    prompt = parse_prompt(row, "file:1")
+    assert parse_prompt(prompt.row, "file:1").reference == row["reference"]
+    encoded = [template.tokenizer.encode(text, add_special_tokens=False) for text in ("one", "two")]
+    assert question(template, prompt).references == encoded
+    row = {"system": "s", "prompt": "a", "reference": "one", "draft_prompt": "b"}
+    one = question(template, parse_prompt(row, "file:2"))
+    assert one.references == encoded[:1]
+    assert one.draft_tokens == question(template, parse_prompt({"system": "s", "prompt": "b"}, "file:2")).prompt([])
+
+
+@pytest.mark.parametrize(("row", "says"), [
+    ({"prompt": "a", "reference": 3}, "file:1: reference must be a text, or a list of texts for the row's 1 answers"),
+    ({"turns": ["a", "b"], "reference": ["one"]}, "a list of texts for the row's 2 answers, got .'one'.; write it so"),
+    ({"prompt": "a", "reference": [["one"]]}, "reference must be a text"),
+    ({"turns": ["a", "b"], "draft_prompt": "b"}, "draft_prompt must be a text in a row that asks for one answer"),
+    ({"prompt": "a", "draft_prompt": {"a": 1}}, "draft_prompt must be a text"),
+])
+def test_texts_besides_the_prompt_that_are_none_are_refused(row: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        question(ChatTemplate(shaped_tokenizer(shapes.CHATML)), parse_prompt(row, "file:1"))

@@ -211,6 +211,7 @@ class Wrapped(Proposer, SharesTargetRows):
         self.inner, self.family = inner, inner.family  # type: ignore[misc]
         self.taps, self.reach, self.reads_logits = inner.taps, inner.reach, inner.reads_logits
         self.virtual_nodes, self.chain_limits = inner.virtual_nodes, inner.chain_limits
+        self.reads_references, self.reads_own_text = inner.reads_references, inner.reads_own_text
 
     def state_of(self, state: DraftState) -> DraftState:
         """The other drafter's state, within that of this one."""
@@ -222,6 +223,10 @@ class Wrapped(Proposer, SharesTargetRows):
 
     def start(self, rows: int, capacity: int, verified: VerifiedRows | None = None) -> DraftState:
         return started(self.inner, verified, rows, capacity)
+
+    def open(self, state: DraftState, row_R: Tensor, *, reference: Sequence[int], own_text: Sequence[int]) -> None:
+        super().open(state, row_R, reference=reference, own_text=own_text)
+        self.inner.open(self.state_of(state), row_R, reference=reference, own_text=own_text)
 
     def extended(self, state: DraftState, tree: TokenTree) -> TokenTree:
         return self.inner.extended(self.state_of(state), tree)

@@ -2,8 +2,8 @@
 and every family, helped to be right more often or made too sure. And the outcome of a cell."""
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from draftsmith.modules import (
     PathProbability,
     Policy,
     Proposer,
+    Request,
     SampledChain,
     SampledTree,
     Scores,
@@ -177,6 +178,13 @@ def verifier(name: str, target: Target) -> Target:
 def changes_target(name: str) -> bool:
     """True for drafters that are trained with their target."""
     return name in CASES and CASES[name].change is not Case.change
+
+
+def with_texts(requests: Sequence[Request], drafter: Proposer) -> list[Request]:
+    """The requests, every other one with the texts that the drafter can read besides its prompt: of another request."""
+    others = [requests[place - 1].tokens[::-1] for place in range(len(requests))]
+    return [replace(one, reference=other, draft_tokens=other if drafter.reads_own_text else ()) if place % 2 else one
+            for place, (one, other) in enumerate(zip(requests, others, strict=True))]
 
 
 def fits(name: str, architecture: str) -> bool:

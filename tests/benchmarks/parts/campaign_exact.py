@@ -56,7 +56,9 @@ def tiny(architecture: str, drafter: str, policy: str) -> campaign.Outcome:
     helped = campaign.Helped(proposer, texts) if chance.random() < 0.75 else proposer
     batch_size, chunk = chance.choices(list(BATCHES), list(BATCHES.values()))[0], chance.choice((1, 3, 8, 512))
     settings = DecodeSettings(batch_size=batch_size, prefill_chunk=chunk, ignore_eos=True)
-    result = decode(target, requests, settings, drafter=growth.drafter(helped, target), policy=growth.policy())
+    proposed = growth.drafter(helped, target)
+    result = decode(target, campaign.with_texts(requests, proposed), settings, drafter=proposed,
+                    policy=growth.policy())
     outcome = campaign.Outcome()
     outcome.count(result)
     wrong = [generation.request.index for generation, answer in zip(result.generations, expected, strict=True)
@@ -163,6 +165,7 @@ def fuzzed(seed: int) -> campaign.Outcome:
     wrapped = chance.choice((campaign.TooSure, campaign.Reduced, None, None, None))
     proposer = campaign.make(name, target)
     drafter = growth.drafter(proposer if wrapped is None else wrapped(proposer), target)
+    requests = campaign.with_texts(requests, drafter)
     result = decode(target, requests, settings, drafter=drafter, policy=growth.policy())
     outcome = campaign.Outcome()
     outcome.count(result)

@@ -104,6 +104,7 @@ def sampled(name: str, drafter: str, growth: campaign.Growth, temperature: float
     requests = [Request(PROMPT, index, PLACES, temperature, **more) for index in range(answers)]
     settings = DecodeSettings(batch_size=500, ignore_eos=True, seed=seed, lossy=rule, **FILTERS[filtered])
     proposer = growth.drafter(DRAFTS[draft](campaign.make(drafter, target)), target)
+    requests = campaign.with_texts(requests, proposer)
     with inside():
         result = decode(target, requests, settings, drafter=proposer, policy=growth.policy())
     outcome = campaign.Outcome()

@@ -153,12 +153,12 @@ def test_expanding_never_waits_for_the_device(tiny_target_f64: Target, name: str
     for method in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(torch.Tensor, method, refuse)
     drafter.expand(state, frontier([0], [-1], [[6], [7]]))
-    if "lookup" not in drafter.family:
+    if not isinstance(drafter, PromptLookup):
         drafter.expand(state, frontier([1, 2], [0, 0], [[5, 9], [8, 4]]))
 
 
 def test_unknown_names_are_refused(tiny_target: Target) -> None:
-    with pytest.raises(UserError, match="no baseline 'magic'; choose from prompt_lookup, suffix_match, recycling"):
+    with pytest.raises(UserError, match="no baseline 'magic'; choose from prompt_lookup, suffix_match, reference"):
         baseline("magic", tiny_target)
 
 

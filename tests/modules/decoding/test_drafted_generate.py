@@ -252,3 +252,16 @@ def test_a_checkpoints_own_sampling_is_taken_as_by_generate(tmp_path: Path) -> N
     save_artifact(tmp_path / "artifact", heads(target), target.identity, {}, TREE)
     artifact = load_artifact(tmp_path / "artifact", target)
     assert artifact.generate(PROMPT).tolist() == native(artifact, PROMPT).tolist()
+
+
+def test_a_reference_for_all_prompts_or_one_each_is_copied(artifact: Artifact) -> None:
+    settings: dict[str, Any] = {"attention_mask": MASK, "max_new_tokens": 20, "eos_token_id": None}
+    expected = native(artifact, PADDED, **settings)
+    texts = [artifact.target.tokenizer.decode(row[6:]) for row in expected]
+    for reference in (texts, texts[0]):
+        assert artifact.generate(PADDED, reference=reference, **settings).tolist() == expected.tolist()
+    for wrong, says in ((texts[:2], "reference holds 2 texts for 3 prompts"), ([5, 6, 7], "reference must be a text")):
+        with pytest.raises(UserError, match=says):
+            artifact.generate(PADDED, reference=wrong, **settings)
+    with pytest.raises(UserError, match=r"policy static copies from none; ask for static\+reference"):
+        artifact.generate(PROMPT, max_new_tokens=4, reference="a", policy="static")

@@ -347,3 +347,39 @@ def test_settings_that_make_no_sense_are_refused_in_a_sentence(words: list[str],
     found = capfd.readouterr()
     assert found.out == ""
     assert re.search(says, found.err), found.err
+def test_texts_besides_the_prompt_change_no_word(words: list[str], tmp_path: Path,
+                                                capfd: pytest.CaptureFixture[str]) -> None:
+    def answered(*more: str) -> tuple[str, int]:
+        assert main([*words, *more]) == 0
+        shown = capfd.readouterr()
+        found = re.search(r"by (\d+) more", shown.err)
+        assert found
+        return shown.out, int(found[1])
+
+    plain, passes = answered("--policy", "none")
+    (tmp_path / "former.txt").write_text(plain.removesuffix("\n"))
+    for more in (["--reference", str(tmp_path / "former.txt")],
+                 ["--reference", str(tmp_path / "former.txt"), "--policy", "none+reference-16"]):
+        found, fewer = answered(*more)
+        assert found == plain
+        assert fewer < passes / 3
+    # The target drafts for itself: by the same text every guess is right, by another one some are.
+    found, fewer = answered("--draft-prompt", "hi", "--policy", "none+whole_target-3")
+    assert (found, fewer) == (plain, -(-passes // 4))
+    assert answered("--draft-prompt", "another text", "--policy", "none+whole_target-3")[0] == plain
+
+
+@pytest.mark.parametrize(("content", "more", "says"), [
+    (None, [], "cannot read the reference .*text: No such file or directory; check the path"),
+    (b"\x89PNG\r\n\xff", [], "the reference .*text is no text in UTF-8 .*; save it as UTF-8"),
+    (b" \n", [], "the reference .*text holds no text; write it, or leave --reference out"),
+    (b"a\0b", [], "the reference .*text holds no text"),
+    (b"abc", ["--policy", "chain-3+lookup"], r"policy chain-3\+lookup copies from none; ask for chain-3\+reference"),
+])
+def test_what_is_no_reference_is_refused_before_a_model_is_loaded(
+        content: bytes | None, more: list[str], says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    if content is not None:
+        (tmp_path / "text").write_bytes(content)
+    assert main(["generate", "--artifact", str(tmp_path / "none"), "--prompt", "hi", "--reference",
+                 str(tmp_path / "text"), *more]) == 2
+    assert re.search(says, capfd.readouterr().err)

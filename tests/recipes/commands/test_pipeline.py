@@ -694,12 +694,18 @@ def test_evaluate_a_file_of_two_turns_with_a_baseline_batches_and_temperatures(t
     assert "temperature" in page
 
 
-def test_baselines_are_evaluated_without_an_artifact(tmp_path: Path) -> None:
-    (tmp_path / "mine.jsonl").write_text('{"prompt": "hello"}\n')
-    assert main(["evaluate", "--target.name", "tiny-random", "--baselines", "[recycling,prompt_lookup]", "--out",
+def test_baselines_are_evaluated_without_an_artifact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"prompt": "hello", "reference": "some text", "draft_prompt": "bye"}
+    (tmp_path / "mine.jsonl").write_text(json.dumps(row) + "\n")
+    baselines = "[recycling,prompt_lookup,reference,whole_target]"
+    assert main(["evaluate", "--target.name", "tiny-random", "--baselines", baselines, "--out",
                  str(tmp_path), "--prompts", str(tmp_path / "mine.jsonl"), "--max-new-tokens", "8"]) == 0
     content = json.loads((tmp_path / "evaluation.json").read_text())
     assert (content["method"], content["lossless"]["identical"]) == ("recycling", 1)
+    (tmp_path / "mine.jsonl").write_text(json.dumps({**row, "reference": "word " * 600}) + "\n")
+    assert main(["evaluate", "--target.name", "tiny-random", "--baselines", baselines, "--out", str(tmp_path / "long"),
+                 "--prompts", str(tmp_path / "mine.jsonl"), "--max-new-tokens", "8"]) == 2
+    assert "tokens and a draft_prompt of" in capsys.readouterr().err
 
 
 def test_the_example_of_the_readme_runs(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
