@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": ("memory_plan", "recipe -> its parameters and memory, without running anything"),
     "evaluate": ("artifact_commands", "artifact and prompts -> acceptance, speed, losslessness: JSON, Markdown, HTML"),
     "choose": ("choose", "target and device -> the draft that pays there, or none, with a table"),
+    "layers": ("layers", "target -> its layers that draft for it best, the others skipped, or none; no training"),
     "doctor": ("doctor", "artifact and its data -> what lowers acceptance, each with a remedy"),
     "export": ("artifact_commands", "artifact -> files in the layout of another project or a serving engine"),
     "import": ("exchange", "published checkpoint -> artifact, which the other commands take like a trained one"),

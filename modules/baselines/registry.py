@@ -62,9 +62,9 @@ _KINDS = {
     # ADED and STAND. Of 48 answers at temperature 1, eight to a prompt, drawn trees of 16 nodes accept 1.37 tokens,
     # those of the likeliest tokens 1.25.
     "ngrams": _Kind("ngrams", lambda target, _: Ngrams(target.vocab_size, target.device), 16, tree=True, samples=True),
-    # SWIFT without its search: of the layers between the first and the last, every second one is skipped.
+    # Without a search, every second one of the layers between the first and the last is skipped.
     "layer_skip": _Kind("layer_skip", lambda target, _: LayerDraft(
-        target, sorted({*range(0, target.num_layers, 2), target.num_layers - 1})), 3),
+        target, target.kept_layers or sorted({*range(0, target.num_layers, 2), target.num_layers - 1})), 3),
     # A quarter of the target's layers.
     "first_layers": _Kind("first_layers", lambda target, _: LayerDraft(
         target, range(max(1, target.num_layers // 4))), 3),

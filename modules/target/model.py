@@ -72,6 +72,7 @@ class Target:
         self.native_attention: str = self.config._attn_implementation
         self.recurrent = install(self.decoder)  # Whether some layers have recurrent states
         self.cache_groups: Sequence[Hashable] = range(self.num_layers)  # Equal where keys and values have equal shapes
+        self.kept_layers: Sequence[int] = ()  # Those that draft as `layer_skip`, as a search found them; empty for none
         self.is_native = False  # Whether a block of `native` runs, in which the model knows no trees
         self.broken_V: Tensor | None = None  # True at tokens whose embedding holds NaN or infinity; None without any
         self.compiler = Compiler()  # Of these layers and of those of drafters that draft for them

@@ -39,6 +39,7 @@ from . import (
     compare_families,
     doctor,
     exchange,
+    layers,
     memory_plan,
     pipeline,
     trim,
@@ -48,7 +49,7 @@ HEADING = """# Keys of recipes and commands
 
 Written by `python -m draftsmith.recipes.commands.written_pages`. How to use them: [the guide](README.md).
 `draftsmith run --help` shows those that most runs set, each with an example."""
-FILES = (pipeline, compare_families, acceptance_head, trim, memory_plan, artifact_commands, choose, doctor,
+FILES = (pipeline, compare_families, acceptance_head, trim, memory_plan, artifact_commands, choose, layers, doctor,
          exchange, answer_commands)
 MARKERS = ("<!-- families -->", "<!-- /families -->")  # Lines of the README before and after the table
 

@@ -27,8 +27,8 @@ LINE_ONLY = (TRUST, "target.trust_remote_code")
 OPTION = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", flags=re.DOTALL)
 # Keys, without their sections, whose text names a file, a folder, an address or something on the Hub; keys of other
 # texts have a list to choose from, or may be empty.
-NAMES = frozenset(("adapter", "chat_template", "column", "draft", "engine", "folder", "name", "path", "prompts",
-                   "repository", "revision", "split", "subset", "tools"))
+NAMES = frozenset(("adapter", "chat_template", "column", "draft", "engine", "folder", "kept_layers", "name", "path",
+                   "prompts", "repository", "revision", "split", "subset", "tools"))
 
 
 class CommandLine:

@@ -106,6 +106,7 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
             nn.Linear(self.state_size, size, bias=output.bias is not None)
         self.mask_embedding = nn.Parameter(self._embedding().weight.detach().mean(0)) if self.slots else None
         self.reads_states, self.taps, self.target_proj = config.taps is not None, config.taps or (), None
+        self.reads_own_text = not self.reads_states
         if config.taps is not None:
             # Zero: the first drafts are those of a draft that reads tokens alone.
             self.target_proj = nn.Linear((len(self.taps) + 1) * target_size, self.state_size, bias=False)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...errors import UserError
-from ...files.json_records import read_bounded_text, require_ordinary, without_marks
+from ...files.json_records import read_bounded_text, read_record, require_ordinary, without_marks
 from ...processes import Processes, destroy_group_at_exit, local_rank, name_deepspeeds_device
 from ..devices.placement import Placement, PlacementName, placement_named
 from ..linear_forms import Pack, fastest_dtype
@@ -73,6 +73,9 @@ class TargetConfig:
     adapter: str | None = None
     """Folder of an adapter that peft wrote, such as a LoRA, which is merged into the model: the target is then base and
     adapter together. With the placement replicated."""
+    kept_layers: str | None = None
+    """File of `draftsmith layers`: layers of this target that draft for it as layer_skip, the others skipped. None
+    keeps every second one."""
     trust_remote_code: bool = False
     """Run the code that the target's folder or hub page brings along (`auto_map` in its config.json). Given on the
     command line, never in a recipe."""
@@ -116,7 +119,32 @@ def load_target(config: TargetConfig) -> Target:
             tiny_tokenizer().save_pretrained(folder)
             model, tokenizer = _read_stored(config, folder, {}, dtype, device, placement)
     with _one_sentence(config):
-        return Target(placement.settled(model, device), tokenizer, name=config.name, pack=pack, placement=placement)
+        target = Target(placement.settled(model, device), tokenizer, name=config.name, pack=pack, placement=placement)
+    if config.kept_layers is not None:
+        target.kept_layers = KeptLayers.read(Path(config.kept_layers), target).kept
+        if not target.kept_layers:
+            raise UserError(f"by the search in {config.kept_layers} no layers of this target pay as its draft; leave "
+                            "target.kept_layers out")
+    return target
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptLayers:
+    """The layers of a target that draft for it best, as a search found them, in a file."""
+
+    weights_hash: str  # Hash of the target's weights
+    kept: tuple[int, ...]  # Layers that draft, ascending; none where no choice pays
+    tokens: int  # Tokens of the chain for which that was predicted
+    speed_up: float  # The predicted speed-up over plain decoding
+
+    @classmethod
+    def read(cls, file: Path, target: Target) -> "KeptLayers":
+        """The record of a target in a file. Raises UserError if there is none, or it is that of another target."""
+        found = read_record(cls, file, "delete it, and search with draftsmith layers")
+        if found.weights_hash != target.identity.weights_hash:
+            raise UserError(f"{file} holds layers of a target with other weights; search those of "
+                            f"{target.identity.name} with draftsmith layers and another --out")
+        return found
 
 
 def load_in_format(config: TargetConfig, loaded: Target, dtype: torch.dtype) -> Target:
@@ -134,7 +162,9 @@ def load_in_format(config: TargetConfig, loaded: Target, dtype: torch.dtype) -> 
                 cast[weight] = nn.Parameter(weight.to(dtype), requires_grad=False)
             setattr(module, key, cast[weight])
     model.config.dtype = dtype
-    return Target(model, loaded.tokenizer, name=config.name, pack=config.pack)
+    target = Target(model, loaded.tokenizer, name=config.name, pack=config.pack)
+    target.kept_layers = loaded.kept_layers
+    return target
 
 
 def _has_one_format(model: Any) -> bool:

@@ -184,8 +184,8 @@ def test_a_recipe_whose_target_writes_its_prompts_takes_others_too(
 MOST_KEYS = 155
 OWN = {
     "the user's target": ("target.pack", "target.chat_template", "target.revision",
-                          "target.quantization", "target.adapter", "template.system", "template.tools",
-                          "template.enable_thinking", "template.date"),
+                          "target.quantization", "target.adapter", "target.kept_layers", "template.system",
+                          "template.tools", "template.enable_thinking", "template.date"),
     "the user's prompts": ("prompts.subset", "prompts.split", "prompts.revision", "prompts.streaming",
                            "prompts.column", "prompts.limit", "prompts.most_skipped"),
     "answers sampled, written or drafted otherwise": (
