@@ -24,7 +24,8 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=8, help="questions of each length")
     parser.add_argument("--tokens", type=int, default=64, help="longest answer")
     options = parser.parse_args()
-    target, questions = load_target(TargetConfig(name=options.target)), [one.turns[0] for one in handwritten_prompts()]
+    target, questions = load_target(TargetConfig(name=options.target)), [
+        str(one.messages[0]["content"]) for one in handwritten_prompts()]
     template, settings = TemplateConfig().build(target), DecodeSettings(batch_size=16)
     drafts = [load_artifact(folder, target) for folder in options.artifacts]
     asked = [Request(tokens=tuple(template.prompt([{"role": "user", "content": question}])), index=index,
