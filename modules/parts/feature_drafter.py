@@ -58,9 +58,9 @@ class FeatureConfig(DrafterConfig):
         super().__post_init__()
         least = max(DEPTHS, math.prod(getattr(self, name) for name in self.ahead))
         if self.window is not None and self.window < least:
-            raise UserError(f"window is {self.window}, and a draft of up to {least} tokens"
-                            + "".join(f", {name} {getattr(self, name)}," for name in self.ahead)
-                            + f" reads its own tokens too; set window to at least {least}, or leave it out")
+            ahead = ", ".join(f"{name} {getattr(self, name)}" for name in self.ahead)
+            raise UserError(f"window is {self.window}, and a draft of up to {least} tokens reads its own tokens too"
+                            f"{f' ({ahead})' if ahead else ''}; set window to at least {least}, or leave it out")
 
     def carries(self, name: str, start: Any) -> bool:
         """All weights fit a window, which training then makes the best of."""

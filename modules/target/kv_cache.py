@@ -213,14 +213,14 @@ class RowCache(RecurrentCache):
             return
         # A quarter more than asked for: a draft that outgrows the rows does so level by level.
         self.capacity = needed + needed // 4
-        if self.newest is None or max(self.host_lengths) <= former:
+        if self.newest is None:
             return
-        # A ring has come round: its tokens go to the slots that they have in the larger one.
-        last_B1 = self.lengths_B[:, None] - 1
+        # A ring may have come round: what it holds, nodes of a tree too, goes to its slots in the larger one.
+        last_B1 = self.lengths_B[:, None] + room - 1
         from_BS = (last_B1 - (last_B1 - torch.arange(self.capacity, device=last_B1.device)) % self.capacity) % former
 
         def moved(part: Tensor) -> Tensor:
-            rows = zip(part.unbind(1), from_BS.to(part.device), strict=True)
+            rows = zip(part.unbind(1), from_BS.to(part.device).clamp(max=part.shape[3] - 1), strict=True)
             return torch.stack([row.index_select(2, from_S) for row, from_S in rows], 1)
 
         for block in self.blocks:
