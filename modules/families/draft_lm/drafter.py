@@ -63,9 +63,9 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
     family = "draft_lm"
     card = FamilyCard(
         name="draft language model", papers=("2411.11055", "2504.18583", "2605.08632"),
-        guesses="a small model with the target's vocabulary, new or from the target's layers, token by token or "
-                "several a pass through mask tokens, which may read the target's states",
-        cost="needs no target states in training unless it reads them; one model run for each level of the tree")
+        guesses="a small model with the target's vocabulary, new or from its layers, token by token or several a pass "
+                "through mask tokens, which may read its states",
+        cost="needs no target states in training; one model run for each level of the tree")
     config: DraftLMConfig
     config_class = DraftLMConfig
     # Cross entropy on the target's answers at several temperatures, at all depths alike (FastDraft, section 3); 1e-3
