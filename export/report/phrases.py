@@ -294,9 +294,10 @@ FEWEST_PROMPTS, FEWEST_TIMED = 10, 4  # Fewest decoded and timed prompts for a c
 
 def headline(run: EvaluationRun) -> str:
     """The sentence, which names the fastest of several methods at the first temperature and batch size. With fewer
-    prompts than `FEWEST_PROMPTS` or `FEWEST_TIMED` it claims nothing or no speed, but a fault from the first one on."""
+    prompts than `FEWEST_PROMPTS` or `FEWEST_TIMED` it claims nothing or no speed, but a fault or a lossy rule from the
+    first one on."""
     decoded, timed = sum(run.header["prompt_sets"].values()), run.header["timed_prompts"]
-    fault = any(one.faulty for one in run.evaluations)
+    fault = any(one.faulty or one.lossy for one in run.evaluations)
     if decoded < FEWEST_PROMPTS and not fault:
         note = partial_note(run) or f"{decoded} prompt{' was' if decoded == 1 else 's were'} decoded"
         return (f"Too few prompts for a claim: {note}, and it takes at least {FEWEST_PROMPTS}; give more prompts, or "

@@ -115,7 +115,6 @@ def test_a_lossy_result_cannot_be_mistaken() -> None:
     assert headline(run).endswith(f", but {said}.")
     assert f"medusa at temperature 0.7: {said} with the same drafts and random numbers" in " ".join(verdicts(run))
     assert "Answers are not the target's own." in terminal_table(run)
-    assert "answers that the LOSSY rule typical left as they are" in terminal_table(run)
     assert not run.evaluations[0].faulty
 
 

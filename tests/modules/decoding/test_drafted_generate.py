@@ -85,7 +85,9 @@ def test_tokens_are_made_likelier_or_ruled_out_as_by_generate(artifact: Artifact
         given["sequence_bias"] = {(second, first): 5.0}
     expected = native(artifact, PROMPT, **given)
     plain = native(artifact, PROMPT, **{key: value for key, value in given.items() if key != name})
-    assert expected.tolist() != plain.tolist(), "the setting changes nothing here"
+    # A repetition penalty leaves nothing that comes twice.
+    same = name == "no_repeat_ngram_size" and "repetition_penalty" in more
+    assert same or expected.tolist() != plain.tolist(), "the setting changes nothing here"
     for policy in ("static", "eagle2-8", "none"):
         assert artifact.generate(PROMPT, policy=policy, **given).tolist() == expected.tolist()
     batch = {**given, "input_ids": PADDED, "attention_mask": MASK}
