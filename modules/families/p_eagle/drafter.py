@@ -120,7 +120,7 @@ class PEagle(Eagle3):
             (embedded_BLD, embedded_11D), (fused_BLD, mask_11D)))
         text = AttentionContext.training(features, self.window)
         attention = MaskAttention.after(text, features, order_BL, counts)
-        first_BLD, *others = self.finish(self.step(embedded, read, attention)).split([length, *counts], dim=1)
+        first_BLD, *others = torch.split(self.finish(self.step(embedded, read, attention)), [length, *counts], dim=1)
         found = [first_BLD]
         for states_BAD in others:
             anchors_BAD = order_BL[:, : states_BAD.shape[1], None].expand_as(states_BAD)
@@ -166,7 +166,8 @@ class PEagle(Eagle3):
         if state.rooted:
             raise ValueError(f"a {self.family} drafter scores every level from the root at once; pass only the root")
         state.rooted = True
-        finished_RKD = self.finish(state.own.values[: len(frontier.nodes_BF)].unflatten(1, (self.config.steps, -1)))
+        own_RKD = torch.unflatten(state.own.values[: len(frontier.nodes_BF)], 1, (self.config.steps, -1))
+        finished_RKD = self.finish(own_RKD)
         with self.packing.installed():
             logits_RKQ = self.project(finished_RKD, 0)
         return Scores.from_logits(logits_RKQ[:, None], self.token_ids, finished_RKD[:, None])

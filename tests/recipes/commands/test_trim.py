@@ -65,6 +65,7 @@ def test_every_family_keeps_its_own_rows_and_nothing_else_changes(
                                            atol=1e-5)
 
 
+@pytest.mark.long
 def test_the_command_writes_the_draft_its_table_and_its_plot(
     tmp_path: Path, tiny_run: Path, target: Target, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,12 +96,13 @@ def test_the_command_writes_the_draft_its_table_and_its_plot(
     assert "o is not a new or empty folder; choose another --out" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_without_a_number_the_fastest_is_taken_and_the_whole_draft_stays(
     tmp_path: Path, tiny_run: Path, target: Target, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str]
 ) -> None:
     artifact, measured = made(tmp_path / "a", target, randomised(CASES["medusa"].make(target))), Trimming.measured
-    for best in (None, 128):
+    for best in (None, 16):
         monkeypatch.setattr(Trimming, "measured", lambda self, entries, best=best: replace(
             measured(self, entries), speedup=2.0 if entries == (best or self.entries) else 1.5))
         out = tmp_path / str(best)
