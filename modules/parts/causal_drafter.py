@@ -151,7 +151,7 @@ class CausalDraft(Proposer[CausalState]):
         """Scores of states [B, F, H, D]: those of depth h of node f come from `final[:, f, h]`."""
 
     def added(self, observation: Observation) -> Tensor:
-        """What the target's states at the observed tokens add to the inputs of the tokens after them, [R, N, D]."""
+        """Additions of the target's states at the observed tokens to the inputs of the tokens after them, [R, N, D]."""
         raise NotImplementedError
 
     def start(self, rows: int, capacity: int) -> CausalState:

@@ -140,7 +140,7 @@ def test_a_draft_language_model_serves_every_target_of_its_vocabulary(tmp_path: 
         found = decode(target, requests, DecodeSettings(ignore_eos=True), drafter=artifact.drafter, policy=Chain(2))
         assert [one.tokens for one in found.generations] == [
             native_greedy(target, request.tokens, request.max_new_tokens) for request in requests]
-    # Other words behind the ids; with equal weights or for a training that goes on they may differ.
+    # Other words of the ids; with equal weights or for a training that goes on they may differ.
     edit(tmp_path / "a", target={**vars(tiny_target.identity), "tokens_hash": "f" * 32})
     assert not load_artifact(tmp_path / "a", tiny_target).shared
     with pytest.raises(UserError, match=r"tokens_hash f+, but the target here, random, has .*; a draft language model "

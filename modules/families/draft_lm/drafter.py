@@ -273,7 +273,7 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         return Drafts(hidden_BLKD=hidden_BLKD, offsets=self.offsets, valid_BLK=kept_BLK if self.training else None)
 
     def given(self, final: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
-        """What the target's states at tokens add to the inputs of the tokens after them, [..., D]."""
+        """Additions of the target's states at tokens to the inputs of the tokens after them, [..., D]."""
         projection = cast(nn.Linear, self.target_proj)
         read = torch.cat([*(taps[layer] for layer in self.taps), final], dim=-1)
         return projection(read.to(projection.weight.dtype)) * SCALE  # type: ignore[no-any-return]
