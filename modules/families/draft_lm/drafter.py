@@ -332,7 +332,7 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         return state
 
     def added(self, observation: Observation) -> Tensor:
-        """What the target's states at the observed tokens add to the inputs of the tokens after them."""
+        """Additions of the target's states at the observed tokens to the inputs of the tokens after them."""
         with self.packing.installed():
             given_RND = self.given(observation.final_BND, observation.taps)
         return given_RND.masked_fill(~observation.real_BN[..., None], 0.0)
