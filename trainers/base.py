@@ -140,10 +140,11 @@ class DraftModule(L.LightningModule):
                             f"{self.drafter.family} drafter has none; set train.activation_checkpointing: false")
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
-        """The chosen optimizer with warm-up and cosine."""
+        """The chosen optimizer with warm-up and fall of the learning rate."""
         optimizer = optimizer_for(self.drafter, self.config.optimizer, lr=self.config.lr,
                                   weight_decay=self.config.weight_decay)
-        factor = warmup_cosine(self.warmup_steps, self.config.max_steps, lambda: self.time_spent)
+        factor = warmup_cosine(self.warmup_steps, self.config.max_steps, lambda: self.time_spent,
+                               linear=self.config.fall == "linear")
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 

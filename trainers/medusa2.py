@@ -127,6 +127,9 @@ class Medusa2TrainConfig(TrainConfig):
         if self.optimizer != "adamw":
             raise UserError(f"optimizer is {self.optimizer!r}, but the target's low-rank weights and the heads have "
                             "rates of their own; set optimizer to adamw")
+        if self.fall != "cosine":
+            raise UserError(f"fall is {self.fall!r}, but the rates of medusa2's stages fall along cosines; "
+                            "set fall to cosine")
 
 
 class Medusa2Module(DraftModule):

@@ -25,12 +25,12 @@ def time_leads(max_steps: int | None, step: int, time_spent: float) -> bool:
     return max_steps is None or time_spent > step / max_steps + LEAD
 
 
-def warmup_cosine(warmup_steps: int, max_steps: int | None,
-                  time_spent: Callable[[], float] = lambda: 0.0) -> Callable[[int], float]:
+def warmup_cosine(warmup_steps: int, max_steps: int | None, time_spent: Callable[[], float] = lambda: 0.0, *,
+                  linear: bool = False) -> Callable[[int], float]:
     """Factor of the peak learning rate for the optimizer step after `step` finished ones: it rises linearly over the
-    first `warmup_steps`, from above 0 at the first to 1 at the last of them, and falls along a half cosine towards
-    zero, which it would reach just after the last step. In runs that may end by time the cosine follows the steps until
-    the elapsed share `time_spent` is clearly ahead of them, see `time_leads`."""
+    first `warmup_steps`, from above 0 at the first to 1 at the last of them, and falls along a half cosine, or a line,
+    towards zero, which it would reach just after the last step. In runs that may end by time the fall follows the steps
+    until the elapsed share `time_spent` is clearly ahead of them, see `time_leads`."""
 
     def factor(step: int) -> float:
         rise = (step + 1) / warmup_steps if step < warmup_steps else 1.0
@@ -38,7 +38,7 @@ def warmup_cosine(warmup_steps: int, max_steps: int | None,
         # Read once: the clock of a run goes on between two looks.
         spent = time_spent()
         progress = min(1.0, max(by_steps, spent) if time_leads(max_steps, step, spent) else by_steps)
-        return rise * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return rise * (1.0 - progress if linear else 0.5 * (1.0 + math.cos(math.pi * progress)))
 
     return factor
 

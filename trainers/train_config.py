@@ -86,7 +86,9 @@ class TrainConfig(CheckedSettings):
     lr: Rate = 2e-3
     """Peak learning rate of AdamW."""
     warmup_steps: Natural = 20
-    """Optimizer steps over which the learning rate rises from zero; it falls along a cosine afterwards."""
+    """Optimizer steps over which the learning rate rises from zero."""
+    fall: Literal["cosine", "linear"] = "cosine"
+    """Curve along which the learning rate falls to zero after its rise."""
     weight_decay: NotNegative = 0.0
     """Decoupled weight decay; biases and other vectors are exempt."""
     clip: NotNegative = 1.0

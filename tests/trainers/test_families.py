@@ -109,6 +109,7 @@ STEP_WEIGHTS = r"train\.step_weights must be (a number |above 0|at most 1)"
     (Medusa2TrainConfig, {"lr": 0.0}, "lr must be above 0"),
     (Medusa2TrainConfig, {"optimizer": "muon"},
      r"optimizer is 'muon', but the target's low-rank weights .*; set optimizer to"),
+    (Medusa2TrainConfig, {"fall": "linear"}, r"fall is 'linear', but the rates of medusa2's stages .*; set fall to"),
     (HeadFitConfig, {"lr": 0.0}, "fit.lr must be above 0, got 0.0"),
     (HeadFitConfig, {"lr": float("inf")}, "fit.lr must be .*, got inf"),
     (HeadFitConfig, {"reject_weight": -1.0}, "fit.reject_weight must be above 0"),

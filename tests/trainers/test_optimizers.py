@@ -159,6 +159,9 @@ def test_the_cosine_is_half_way_down_in_the_middle_and_falls_towards_zero() -> N
     assert 0 < factor(109) < 0.001
     values = [factor(step) for step in range(10, 110)]
     assert values == sorted(values, reverse=True)
+    linear = warmup_cosine(10, 110, lambda: 0.9, linear=True)
+    assert [linear(step) for step in (4, 9, 35, 85)] == pytest.approx([0.05, 0.1, 0.1, 0.1]), "time is ahead"
+    assert warmup_cosine(10, 110, linear=True)(85) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 5), (5, 5), (10, 5), (0, 1)])
