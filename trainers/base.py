@@ -212,6 +212,9 @@ class DraftModule(L.LightningModule):
         # Packed rows have become features by now: Lightning moves a batch to the device by the batch's own `to`.
         # A prime above any number of micro-batches keeps runs of neighbouring seeds apart.
         torch.manual_seed(self.config.seed * 1_000_003 + batch_idx * self.trainer.world_size + self.global_rank)
+        several = self.config.accumulate * self.trainer.world_size > 1
+        if several and self.gathered is None and not isinstance(self.trainer.strategy, ZeroDrafter):
+            self.gathered = GatheredChoices(list(self.parameters()))
 
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         """Back-propagate the sum of the losses of one micro-batch.
@@ -223,14 +226,11 @@ class DraftModule(L.LightningModule):
             batch = with_offsets(self.encoded(batch), limit=self._largest_offset, highest=highest)
         # Without states: tokens say which row it was, and states would be kept for a whole step.
         self.batches.append((batch_idx, Features(**{kind: getattr(batch, kind) for kind in KINDS})))
-        several = self.config.accumulate * self.trainer.world_size
-        if several > 1 and self.gathered is None and not isinstance(self.trainer.strategy, ZeroDrafter):
-            self.gathered = GatheredChoices(list(self.parameters()))
         learned, before = self.loss(batch), self._pending
         sums_KC = learned.sums_KC if before is None else before.sums_KC + learned.sums_KC
         # The graph of a micro-batch ends with its own backward pass; only figures are carried on.
         self._pending = learned._replace(total=learned.total.detach(), sums_KC=sums_KC)
-        return learned.total * several
+        return learned.total * (self.config.accumulate * self.trainer.world_size)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the summed gradient by the count, before clipping. Raises UserError at a wrong loss."""

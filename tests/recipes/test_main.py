@@ -29,8 +29,10 @@ from draftsmith.recipes.commands import (
     compare_families,
     doctor,
     exchange,
+    layers,
     memory_plan,
     pipeline,
+    trim,
 )
 from draftsmith.recipes.reading.command_line import SECTIONS, TRUST, Command, CommandLine
 from draftsmith.recipes.reading.keys import EXAMPLES, USES
@@ -47,7 +49,7 @@ RECIPES = [path for path in SHIPPED if "family" in read_recipe(str(path))]
 FILES = {"pipeline": pipeline, "compare_families": compare_families, "memory_plan": memory_plan,
          "artifact_commands": artifact_commands, "answer_commands": answer_commands,
          "acceptance_head": acceptance_head, "choose": choose, "doctor": doctor,
-         "exchange": exchange}
+         "exchange": exchange, "layers": layers, "trim": trim}
 EVERY: dict[str, Command[Any]] = {name: command for file in FILES.values() for name, command in file.COMMANDS.items()}
 
 

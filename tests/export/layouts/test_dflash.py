@@ -452,7 +452,7 @@ def test_layers_without_a_word_of_the_speculators_library_are_not_causal(tmp_pat
     edit(folder, transformer_layer_config={key: value for key, value in inside.items() if key != "is_causal"})
     assert import_drafter("speculators", folder, target).config.causal is False
     edit(folder, speculators_model_type="mtp")
-    with pytest.raises(UserError, match='"mtp"; only "eagle3", "dflash", "dspark", "dflash2" can be imported'):
+    with pytest.raises(UserError, match='"mtp"; only "eagle3", "peagle", "dflash", "dspark", "dflash2" can be'):
         import_drafter("speculators", folder, target)
 
 

@@ -411,7 +411,7 @@ def of_few(prompts: int, timed: int, **changes: Any) -> str:
 def test_of_too_few_prompts_nothing_is_claimed_but_a_fault() -> None:
     said = of_few(2, 2)
     assert said.startswith("Too few prompts for a claim: 2 of 10 prompts were decoded: the rest did not fit into 0.5 "
-                           "minutes, and it takes at least 10; give more prompts, or raise evaluate.limit")
+                           "min, and it takes at least 10; give more prompts, or raise evaluate.limit")
     assert not re.search(r"faster|word|1\.4", said)
     assert of_few(9, 9, names=("medusa", "chain")).startswith("Too few prompts")
     assert of_few(10, 3) == ("Too few timed prompts for a claim about speed (3, it takes at least 4), not a word "

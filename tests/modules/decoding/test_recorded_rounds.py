@@ -713,7 +713,8 @@ def test_without_cuda_rounds_are_computed_and_the_reason_is_reported(tiny_target
 
 
 def test_stored_text_needs_no_graphs(tiny_target: Target) -> None:
-    assert recorded_rounds.recorder_of(Replay(tiny_target, []), True) == "stored text is read in place of a target"
+    found = recorded_rounds.recorder_of(Replay(tiny_target, []), DecodeSettings(graphs=True))
+    assert found == "stored text is read in place of a target"
 
 
 @pytest.mark.parametrize("prefix", [0, 12])

@@ -58,7 +58,8 @@ LAYOUTS = [
     ("hydra", "hydra", RANKS), ("hydra-one-copy", "hydra", "2"), ("hydra++", "hydra", RANKS),
     ("eagle", "eagle", RANKS), ("eagle3", "eagle", RANKS), ("eagle3-reduced", "eagle", RANKS),
     ("eagle3-narrow", "eagle", RANKS), ("eagle3-reduced", "speculators", RANKS), ("eagle3.1", "speculators", RANKS),
-    ("eagle3-norms", "speculators", RANKS), ("eagle3-layers", "speculators", RANKS), ("kangaroo", "kangaroo", RANKS),
+    ("eagle3-norms", "speculators", RANKS), ("eagle3-layers", "speculators", RANKS), ("eagle4", "eagle4", RANKS),
+    ("p-eagle", "speculators", RANKS), ("kangaroo", "kangaroo", RANKS),
     ("prompt-tokens", "ppd", RANKS), ("draft-lm", "huggingface", RANKS), ("draft-lm-reduced", "huggingface", RANKS),
     ("masks", "huggingface", RANKS),
 ]
@@ -194,8 +195,9 @@ FOREIGN = {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": None, "draf
     ("medusa", "medusa", {}, "--tree 0", "tree must have 1 to 1023 nodes below its root, got 0; give --tree N"),
     ("medusa", "medusa", {}, "--tree null", "no checkpoint says with which tree it drafts; give --tree N"),
     ("medusa", "medusa", {}, "--target.name artifact", "give it with --target.name"),
-    ("medusa", "medusa", {}, "--format medusa-vllm", "the format 'medusa-vllm' is none of dflash, eagle, huggingface"),
-    ("medusa", "medusa", {}, "--format specdec", "the format 'specdec' is none of dflash, eagle, huggingface"),
+    ("medusa", "medusa", {}, "--format medusa-vllm",
+     "the format 'medusa-vllm' is none of dflash, eagle, eagle4, huggingface"),
+    ("medusa", "medusa", {}, "--format specdec", "the format 'specdec' is none of dflash, eagle, eagle4, huggingface"),
 ])
 def test_what_is_open_or_does_not_fit_is_refused(
     tmp_path: Path, checkpoint: Callable[[str, str, Path], Path], capsys: pytest.CaptureFixture[str], name: str,

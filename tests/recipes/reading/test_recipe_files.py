@@ -181,7 +181,7 @@ def test_a_recipe_whose_target_writes_its_prompts_takes_others_too(
     assert recipe.prompts.origin == words[1]
 
 
-MOST_KEYS = 155
+MOST_KEYS = 161
 OWN = {
     "the user's target": ("target.pack", "target.chat_template", "target.revision",
                           "target.quantization", "target.adapter", "target.kept_layers", "template.system",
@@ -189,14 +189,15 @@ OWN = {
     "the user's prompts": ("prompts.subset", "prompts.split", "prompts.revision", "prompts.streaming",
                            "prompts.column", "prompts.limit", "prompts.most_skipped"),
     "answers sampled, written or drafted otherwise": (
-        "distill.top_k", "distill.top_p", "distill.seed", "distill.answered_by", "distill.draft", "distill.engine"),
-    "data and reference answers of other runs": ("data", "references"),
+        "distill.top_k", "distill.top_p", "distill.seed", "distill.draft", "distill.engine"),
+    "reference answers of other runs": ("references",),
     "a small disk": ("batch.states_format",),
     "an engine of the user's that gives states": ("distill.states_from",),
     "the sampling of the user's application": (
-        "evaluate.top_k", "evaluate.top_p", "evaluate.repetition_penalty"),
+        "evaluate.top_k", "evaluate.top_p", "evaluate.repetition_penalty", "evaluate.answers", "evaluate.lossy"),
     "what an evaluation compares": ("evaluate.batch_sizes", "evaluate.prompts", "evaluate.prompt_limit"),
     "how sure a block is of its guesses": ("drafter.confidence",),
+    "targets whose heads have norms": ("drafter.qk_norm",),
     "acceptance heads of other drafts": ("fit.lr",),
     "the user's devices": ("train.strategy", "target.offload",
                            "evaluate.graphs", "evaluate.compile", "train.activation_checkpointing",

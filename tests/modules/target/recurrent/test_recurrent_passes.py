@@ -172,7 +172,7 @@ def test_what_reads_on_after_every_node_is_refused() -> None:
         with pytest.raises(UserError, match="states of Lfm2ForCausalLM's recurrent layers after every token"):
             reader()
     with pytest.raises(UserError, match=r"Lfm2ForCausalLM has recurrent layers; set drafter\.folder"):
-        DraftLM(DraftLMConfig(), recurrent_model("Lfm2"))
+        DraftLM(DraftLMConfig(), recurrent_model("Lfm2"), 32)
     assert type(smaller(target, num_layers=2)).__name__ == "LlamaConfig"
 
 
