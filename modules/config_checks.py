@@ -71,13 +71,17 @@ def _own_kinds(config: type) -> type:
     return kinds
 
 
+LATER = "later"
+"""Metadata of a setting that was added after artifacts of its family were written, which have its default."""
+
+
 def settings_of(description: dict[str, Any], config: type, subject: str, *more: str) -> dict[str, Any]:
     """A drafter's description with the settings of its config converted to their types; `more` keys stay as they are,
     and "a Medusa drafter is" is a `subject` of the error's sentence. Raises UserError if a key is missing or unknown,
     MistypedError if a setting is of the wrong kind."""
+    later = {field.name for field in fields(config) if LATER in field.metadata}
     known = {*more, *(field.name for field in fields(config))}
-    # Artifacts from before a setting was added lack it, and have its default.
-    if not {*more} <= set(description) <= known:
+    if not known - later <= set(description) <= known:
         raise UserError(f"{subject} described by {sorted(known)}, got {sorted(description)}; use the version of "
                         "draftsmith that wrote the artifact")
     kinds = kinds_of(config)

@@ -212,9 +212,8 @@ class DraftModule(L.LightningModule):
         # Packed rows have become features by now: Lightning moves a batch to the device by the batch's own `to`.
         # A prime above any number of micro-batches keeps runs of neighbouring seeds apart.
         torch.manual_seed(self.config.seed * 1_000_003 + batch_idx * self.trainer.world_size + self.global_rank)
-        several = self.config.accumulate * self.trainer.world_size > 1
-        if several and self.gathered is None and not isinstance(self.trainer.strategy, ZeroDrafter):
-            self.gathered = GatheredChoices(list(self.parameters()))
+        alone = self.config.accumulate * self.trainer.world_size == 1 or isinstance(self.trainer.strategy, ZeroDrafter)
+        self.gathered = None if alone else self.gathered or GatheredChoices([*self.parameters()])
 
     def training_step(self, batch: Features, batch_idx: int) -> Tensor:
         """Back-propagate the sum of the losses of one micro-batch.

@@ -302,8 +302,8 @@ class GatheredChoices:
     known after the last of them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters, self.choices = parameters, 0
-        self.gradients: list[Tensor | None] = [None] * len(parameters)
+        self.parameters, self.choices = [one for one in parameters if one.requires_grad], 0
+        self.gradients: list[Tensor | None] = [None] * len(self.parameters)
 
     def __call__(self, chosen: Tensor, choices: int) -> None:
         """Gather the gradient of a micro-batch's weighted sum of losses of so many choices."""

@@ -131,6 +131,8 @@ class Round:
         self.tree, self.drafted_faults_B = _ALONE.plant(roots_B[:, None]), torch.zeros_like(roots_B)
         self._grow(roots_B)
         self.tree = batch.verifier.constrained(self.tree)
+        # What a grammar forces is committed at once.
+        self.alone = self.alone and self.tree.size == 1
 
     def _grow(self, roots_B: Tensor) -> None:
         """Let the policy grow the trees."""
@@ -195,6 +197,7 @@ class Round:
                 if len(batch.unread) == MOST_UNREAD:
                     batch.observe_unread()
             else:
+                batch.observe_unread()
                 rows_R = torch.arange(self.rows, device=self.counts_B.device)
                 batch.drafter.observe(batch.state, rows_R, self.observation)
         if batch.policy is not None and not self.padded:

@@ -11,14 +11,14 @@ nodes, M nodes of the growing tree, Q entries of the draft vocabulary."""
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..config_checks import Positive, Size
+from ..config_checks import LATER, Positive, Size
 from ..errors import UserError
 from ..features import Features
 from ..interfaces.drafter import DrafterConfig, Drafts
@@ -44,19 +44,20 @@ class FeatureConfig(DrafterConfig):
     rope_base: Positive | None = None
     """Base of the rotary embedding, without scaling; None takes the target's, with its scaling (linear, dynamic, yarn,
     longrope, llama3). The official code's is always 10000."""
-    window: Size | None = None
+    window: Size | None = field(default=None, metadata={LATER: True})
     """Newest tokens of the text that a token sees, itself included; None for all. A draft then keeps no more of a long
     text than these and one pass."""
-    qk_norm: bool | None = None
+    qk_norm: bool | None = field(default=None, metadata={LATER: True})
     """Whether every head's query and key have an RMSNorm, as in Qwen3. None gives them to blocks, and to EAGLE-3 for a
     target that has them itself: of EAGLE-3's engines vLLM alone reads them."""
+    spare: ClassVar[int] = 0  # Tokens of the text that the last token of a draft must see at least
     ahead: ClassVar[tuple[str, ...]] = ()
     """Settings whose product is the number of tokens of a draft that one of them sees: a window holds these at least.
     """
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        least = max(DEPTHS, math.prod(getattr(self, name) for name in self.ahead))
+        least = max(DEPTHS, self.spare + math.prod(getattr(self, name) for name in self.ahead))
         if self.window is not None and self.window < least:
             ahead = ", ".join(f"{name} {getattr(self, name)}" for name in self.ahead)
             raise UserError(f"window is {self.window}, and a draft of up to {least} tokens reads its own tokens too"

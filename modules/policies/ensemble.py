@@ -120,8 +120,7 @@ class Union(Policy):
         whole = whole_size(policies)
         if policies[-1].samples and size < whole:
             raise ValueError(f"a union whose last part samples needs room for all {whole} nodes, got size {size}")
-        self.policies, self.size = tuple(policies), size
-        self.max_size, self.samples = size, policies[-1].samples
+        self.policies, self.max_size, self.samples = tuple(policies), size, policies[-1].samples
 
     def check(self, drafter: Proposer) -> None:
         for policy, part in zip(self.policies, self._parts(drafter), strict=True):
@@ -132,7 +131,7 @@ class Union(Policy):
             policy.check_sampling(setting)
 
     def unwatched(self) -> "Union":
-        return Union([policy.unwatched() for policy in self.policies], self.size)
+        return Union([policy.unwatched() for policy in self.policies], self.max_size)
 
     def _parts(self, drafter: Proposer) -> Sequence[Proposer]:
         if not isinstance(drafter, Ensemble) or len(drafter.parts) != len(self.policies):
@@ -155,7 +154,7 @@ class Union(Policy):
         for joining in trees[1:]:
             tree = joined(tree, joining)
         # Duplicates have become padding, which packing moves to the end, where the budget cuts.
-        return trimmed(tree.packed(min(self.size, tree.size)))
+        return trimmed(tree.packed(min(self.max_size, tree.size)))
 
 
 def whole_size(policies: Sequence[Policy]) -> int:

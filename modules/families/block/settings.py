@@ -15,6 +15,7 @@ class BlockDraftConfig(TappedConfig):
 
     training_only = frozenset({"anchors"})
     ahead = ("block_size",)
+    spare = 1
     num_layers: Parts = 2
     """Decoder layers of the backbone; the papers have 5, DSpark's ablation 2."""
     block_size: Parts = 5

@@ -1,10 +1,10 @@
 """Settings of a draft language model: new layers, some of the target's, or those of a folder."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...config_checks import Parts, Size
+from ...config_checks import LATER, Parts, Size
 from ...errors import UserError
 from ...interfaces.drafter import DrafterConfig
 from ...parts.feature_drafter import chosen_taps
@@ -34,12 +34,12 @@ class DraftLMConfig(DrafterConfig):
     """Do not train the embedding. On a CPU its gradient costs more than that of all layers."""
     depths: Parts = 1
     """Tokens guessed in one pass of the draft: above 1, a learned mask token replaces each one not yet known."""
-    taps: tuple[int, ...] | None = None
+    taps: tuple[int, ...] | None = field(default=None, metadata={LATER: True})
     """Layers of the target, from 0, whose outputs are added to the draft's inputs next to the target's final states
     (PARD-2), ascending; `[]` adds the final states alone, null reads no states. Needs `depths` above 1."""
     mask_token_id: int | None = None
     """A reserved token whose embedding holds the mask token's in exports; None exports without mask tokens."""
-    window: Size | None = None
+    window: Size | None = field(default=None, metadata={LATER: True})
     """Newest tokens of the text that a token sees in every layer, itself included; None leaves windows as they are. A
     Llama with a window is a Mistral. The draft then keeps no more of a long text than these and one pass."""
 

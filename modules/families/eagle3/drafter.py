@@ -6,13 +6,13 @@ Its training pass is `EagleDrafter.forward` (parts/feature_drafter.py), its loss
 Shapes: B rows, N positions, F nodes, D hidden size, V target vocabulary, Q entries of the draft vocabulary, C
 candidates."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
 
-from ...config_checks import Parts, Size
+from ...config_checks import LATER, Parts, Size
 from ...errors import UserError
 from ...interfaces.drafter import FamilyCard, Training
 from ...interfaces.proposer import Scores
@@ -50,10 +50,10 @@ class Eagle3Config(TappedConfig):
     """Whether the next step reads the state after the norm of the output layer (EAGLE-3.1) or before it."""
     output: Literal["shared", "copy"] = "copy"
     """`copy` trains the drafter's own output layer, `shared` reads the target's and adds no weights."""
-    head_rank: Size | None = None
+    head_rank: Size | None = field(default=None, metadata={LATER: True})
     """Rank of EAGLE-4's candidate head, two factors that stand for the whole output layer. Only these are trained, for
     the finished draft of `train.start`; None trains the draft."""
-    candidates: Size = 512
+    candidates: Size = field(default=512, metadata={LATER: True})
     """Entries that the output layer scores at a node, the best ones by the product of the factors; only with
     `head_rank`."""
 

@@ -6,14 +6,14 @@ draft vocabulary, R rows of a decoding state, F frontier nodes."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...config_checks import Dropout, NotNegative, Parts, Size
+from ...config_checks import LATER, Dropout, NotNegative, Parts, Size
 from ...errors import UserError
 from ...features import Features
 from ...interfaces.drafter import Drafts, FamilyCard, Training
@@ -38,7 +38,7 @@ class HydraConfig(HeadConfig):
     nothing else."""
     prefix: bool = False
     """Whether the drafter's own decoder layer first reads the target's states of the whole text (Hydra++)."""
-    window: Size | None = None
+    window: Size | None = field(default=None, metadata={LATER: True})
     """Newest tokens of the text that the prefix layer reads at a token, itself included; None for all."""
     dropout: Dropout = 0.0
     """Dropout of the inputs of blocks and output layers in training; the official Hydra++ has 0.2."""

@@ -6,14 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from draftsmith.modules import DecodeSettings, Ensemble, Policy, Request, Target, Union, UserError, baseline, decode
+from draftsmith.modules import (
+    DecodeSettings,
+    Ensemble,
+    Loop,
+    Policy,
+    Request,
+    Target,
+    Union,
+    UserError,
+    baseline,
+    decode,
+)
 from draftsmith.modules.decoding.constraints import Grammar, GrammarRow, ThinkingBudget, constrained, fault_of
 from draftsmith.modules.decoding.verifier import DecodeError
 from draftsmith.modules.policies.trees import Chain, Eagle2Tree, StaticTree
 from draftsmith.modules.target.loading.generation_defaults import TokenBiases
 from draftsmith.modules.token_tree import Topology
 from support.drafters import ScriptedDrafter, TableDrafter, random_log_probs
-from support.policies import branching
+from support.families import CASES, randomised
+from support.policies import Turns, branching
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as native
 
@@ -230,3 +242,20 @@ def test_a_checkpoints_own_settings_of_texts_are_those_of_generate(tiny_target_f
         assert found == expected(target, PROMPTS[0], repetition_penalty=1.3, **config)
         assert found == expected(target, PROMPTS[0], repetition_penalty=1.3, **biases.of_generate())
     assert found[-1] == 7
+
+
+def test_a_draft_misses_nothing_of_what_a_grammar_forces_without_it(tiny_target_f64: Target) -> None:
+    """Passes without drafts are observed later; what is forced in one of them is several tokens."""
+    target = tiny_target_f64
+    grammar = Grammar("regex", r"(yes|no)(, (yes|no)){6}\.")
+    requests = [Request((5 + row, 6), row, 40, grammar=grammar) for row in (0, 1)]
+    drafter = randomised(CASES["eagle"].make(target))
+    loop = Loop(target, requests, DecodeSettings(batch_size=2), drafter=drafter,
+                policy=Turns(Topology((-1, 0, 0, 1), (0, 0, 1, 0))))
+    compared = 0
+    for _ in loop.run():
+        if len(loop.slots) == 2 and not loop.batch.unread:
+            lengths = [cache.lengths_B.tolist() for cache in (loop.rows.cache, loop.state.rows.cache)]
+            assert lengths[0] == lengths[1]
+            compared += 1
+    assert compared > 2

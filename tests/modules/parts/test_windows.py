@@ -124,7 +124,7 @@ def test_a_draft_of_a_long_answer_keeps_its_window(tiny_target: Target) -> None:
     (Eagle3Config, {"window": 6}, r"window is 6, and a draft of up to 7 tokens reads its own tokens too \(steps 7\); "
      "set window to at least 7, or leave it out"),
     (Eagle3Config, {"window": 5, "steps": 2}, r"draft of up to 6 tokens .* \(steps 2\)"),
-    (BlockDraftConfig, {"window": 7, "block_size": 8}, r"window is 7, .* 8 tokens .* \(block_size 8\)"),
+    (BlockDraftConfig, {"window": 8, "block_size": 8}, r"window is 8, .* 9 tokens .* \(block_size 8\)"),
     (BlockDraftConfig, {"qk_norm": False}, "qk_norm is false, and the layers of blocks always have norms"),
     (FalconConfig, {"window": 8, "block_size": 3, "blocks": 3}, r"9 tokens .* \(block_size 3, blocks 3\)"),
     (HydraConfig, {"window": 8}, r"window is 8, that of the prefix layer, and prefix is false; set prefix to true"),
