@@ -61,8 +61,8 @@ def test_random_numbers_of_a_micro_batch_do_not_depend_on_the_processes() -> Non
     """Dropout and noise of global micro-batch 12 are the same whether one, two or three processes train."""
     drawn = []
     for world in (1, 2, 3):
-        module = SimpleNamespace(config=SimpleNamespace(seed=7), trainer=SimpleNamespace(world_size=world),
-                                 global_rank=12 % world)
+        module = SimpleNamespace(config=SimpleNamespace(seed=7, accumulate=1), gathered=None, parameters=list,
+                                 trainer=SimpleNamespace(world_size=world, strategy=None), global_rank=12 % world)
         DraftModule.on_train_batch_start(module, Features.from_rows([([1], [True])]), 12 // world)
         drawn.append(torch.rand(3).tolist())
     assert drawn[0] == drawn[1] == drawn[2]
