@@ -94,7 +94,8 @@ class TrainConfig(CheckedSettings):
     clip: NotNegative = 1.0
     """Largest norm of the whole gradient; 0 turns clipping off."""
     accumulate: Rows = 1
-    """Micro-batches of an optimizer step, which equals that of one batch with all of them."""
+    """Micro-batches of an optimizer step, which equals that of one batch with all of them, but for choices among
+    candidates under ZeRO."""
     objective: ObjectiveName = "hard"
     """Loss of the draft's distribution. `hard`: cross entropy with the next token; the others compare it with the
     target's whole distribution: `argmax` (cross entropy with its most probable token), `soft` (cross entropy, forward
