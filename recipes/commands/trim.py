@@ -106,8 +106,8 @@ class Trimming:
                        if smallest <= 1 << place < self.entries]
         if given.entries is not None and not least <= given.entries < self.entries:
             raise UserError(f"entries must lie between {least} (the target's end tokens) and {self.entries - 1:,}, one "
-                            f"less than the draft has, got {given.entries}; choose a number such as {self.ladder[0]}, "
-                            "or leave it out for the fastest")
+                            f"less than the draft has, got {given.entries}; choose one of these, or leave it out for "
+                            "the fastest")
         if sketch.placement.slow:
             raise UserError("sizes are timed, which says nothing of drafts where the target's layers are on disk; trim "
                             "on a machine that holds the target")
@@ -145,8 +145,11 @@ class Trimming:
         covered = coverage(self.data, ids_Q)
         if entries == self.entries:
             return drafter, covered
-        made = type(drafter).create(replace(drafter.config, vocabulary_size=entries), self.decoder,
-                                    ids_Q.to(self.target.device), start=drafter)
+        config: Any = replace(drafter.config, vocabulary_size=entries)
+        # A candidate head finds no more entries than there are.
+        if getattr(config, "candidates", 0) > entries:
+            config = replace(config, candidates=entries)
+        made = type(drafter).create(config, self.decoder, ids_Q.to(self.target.device), start=drafter)
         return made.to(dtype=next(drafter.parameters()).dtype), covered
 
     def measured(self, entries: int) -> Size:

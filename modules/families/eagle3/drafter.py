@@ -20,7 +20,7 @@ from ...parts.decoder_block import AttentionContext, BlockConfig, DecoderBlock, 
 from ...parts.feature_drafter import EagleDrafter, TappedConfig, block_like, chosen_taps, columns_for, last_norm
 from ...parts.heads import CandidateHead, principal
 from ...parts.shared_embeddings import Sizes
-from ...target.draft_vocabulary import OwnOutput
+from ...target.draft_vocabulary import OwnOutput, carry_rows
 from ...target.model import Target
 
 
@@ -71,11 +71,6 @@ class Eagle3Config(TappedConfig):
         if self.head_rank is not None and train.start is None:
             raise UserError(f"drafter.head_rank is {self.head_rank}, which trains the candidate head of a finished "
                             "draft and not the draft; name its artifact with train.start, or leave head_rank out")
-
-    def keeps_head(self, start: Any) -> bool:
-        """True if a candidate head of settings `start` fits: its rank, and its entries."""
-        wanted: bool = (self.head_rank, self.vocabulary_size) == (start.head_rank, start.vocabulary_size)
-        return wanted
 
     def carries(self, name: str, start: Any) -> bool:
         """Further layers pass the state on, and `fc` reads nothing of further taps; a norm over all would change."""
@@ -154,11 +149,17 @@ class Eagle3(EagleDrafter):
 
     @classmethod
     def create(cls, config: Any, target: Target, token_ids_Q: Tensor | None = None, start: Self | None = None) -> Self:
-        """As of every drafter; a new candidate head is the SVD of the output layer."""
+        """As of every drafter; a new candidate head is the SVD of the output layer. One of the same rank keeps its
+        trained factors, with the rows nearest to the output layer's for tokens that it lacks."""
         drafter = super().create(config, target, token_ids_Q, start)
-        new = start is None or not drafter.config.keeps_head(start.config)
-        if drafter.head is not None and new and target.device.type != "meta":
-            drafter.head.factorise(drafter.full_rows)
+        if (head := drafter.head) is None or target.device.type == "meta":
+            return drafter
+        if start is None or start.head is None or start.config.head_rank != drafter.config.head_rank:
+            head.factorise(drafter.full_rows)
+            return drafter
+        with torch.no_grad():
+            head.up.weight.copy_(drafter.full_rows.to(head.down.weight) @ torch.linalg.pinv(head.down.weight))
+            carry_rows(head.up, drafter.token_ids, start.head.up, start.token_ids, drafter.vocab_size)
         return drafter
 
     @classmethod
@@ -215,11 +216,12 @@ class Eagle3(EagleDrafter):
         self.embed_tokens.weight.copy_(table_VD @ principal(table_VD, width))
 
     def carried(self, start: Self) -> dict[str, Tensor]:
-        """The start's tensors; `fc` has columns of zeros for further taps."""
+        """The start's tensors; `fc` has columns of zeros for further taps. `create` carries a head's rows."""
         renamed = {f"fc_norm.{place}.weight": f"fc_norm.{self.taps.index(tap)}.weight"
                    for place, tap in enumerate(start.taps)}
         tensors = {renamed.get(name, name): tensor for name, tensor in super().carried(start).items()
-                   if not name.startswith("head.") or self.config.keeps_head(start.config)}
+                   if not name.startswith("head.")
+                   or (name == "head.down.weight" and self.config.head_rank == start.config.head_rank)}
         return {**tensors, "fc.weight": columns_for(self.taps, start.fc.weight, start.taps)}
 
     def fuse(self, final_BND: Tensor, taps: dict[int, Tensor]) -> Tensor:

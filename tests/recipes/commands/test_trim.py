@@ -9,7 +9,18 @@ import pytest
 import torch
 from draftsmith.data.store.token_store import count_labels, coverage
 from draftsmith.export import load_artifact, save_artifact
-from draftsmith.modules import Adapter, Drafter, Target, TargetConfig, Topology, UserError, load_target
+from draftsmith.modules import (
+    Adapter,
+    Drafter,
+    Eagle3,
+    Medusa,
+    MedusaConfig,
+    Target,
+    TargetConfig,
+    Topology,
+    UserError,
+    load_target,
+)
 from draftsmith.modules.target.draft_vocabulary import draft_index
 from draftsmith.recipes.__main__ import main
 from draftsmith.recipes.commands.trim import TrimArguments, Trimming
@@ -29,7 +40,7 @@ def made(folder: Path, target: Target, drafter: Drafter, adapter: Adapter | None
                          adapter)
 
 
-@pytest.mark.parametrize("name", others_long(CASES, ("medusa", "eagle3", "draft-lm", "block-markov")))
+@pytest.mark.parametrize("name", others_long(CASES, ("medusa", "eagle3", "eagle4", "draft-lm", "block-markov")))
 def test_every_family_keeps_its_own_rows_and_nothing_else_changes(
     name: str, tmp_path: Path, tiny_run: Path, target: Target
 ) -> None:
@@ -58,6 +69,10 @@ def test_every_family_keeps_its_own_rows_and_nothing_else_changes(
         ours, theirs = small(features), former(features)
         assert torch.equal(ours.hidden_BLKD, theirs.hidden_BLKD)
         places_Q = ids_Q if former.token_ids_Q is None else draft_index(former.token_ids_Q, target.vocab_size)[ids_Q]
+        if isinstance(small, Eagle3) and isinstance(former, Eagle3) and small.head and former.head:
+            assert torch.equal(small.head.down.weight, former.head.down.weight)
+            assert torch.equal(small.head.up.weight, former.head.up.weight[places_Q])
+            former.head.candidates = len(pool_P)
         for step in range(len(ours.offsets)):
             if not ours.choices:
                 expected = former.project(theirs.hidden_BLKD[:, :, step], step)[..., places_Q]
@@ -118,7 +133,7 @@ def test_without_a_number_the_fastest_is_taken_and_the_whole_draft_stays(
 
 @pytest.mark.parametrize(("words", "message"), [
     (("--entries", "0"), r"entries must lie between 1 \(the target's end tokens\) and \d+, one less than the draft "
-                         r"has, got 0; choose a number such as \d+, or leave it out"),
+                         r"has, got 0; choose one of these, or leave it out"),
     (("--entries", "100000"), "got 100000; choose"),
     (("--entries", "some"), "entries must be"),
     (("--data", "gone"), "manifest"),
@@ -128,8 +143,9 @@ def test_what_cannot_be_trimmed_is_refused_before_the_target_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("draftsmith.recipes.commands.trim.load_target", lambda _: pytest.fail("the target was read"))
-    artifact = made(tmp_path, target, randomised(CASES["medusa"].make(target)))
-    given = ["--artifact", str(artifact), "--out", str(tmp_path / "o"), "--data", str(tiny_run / "data")]
+    few = Medusa.create(MedusaConfig(vocabulary_size=2), target, torch.tensor([target.eos_ids[0], 20]))
+    given = ["--artifact", str(made(tmp_path, target, few)), "--out", str(tmp_path / "o"),
+             "--data", str(tiny_run / "data")]
     assert main(["trim", *given, *words]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not (tmp_path / "o").exists()
