@@ -34,6 +34,7 @@ from ..eagle3.drafter import Eagle3, Eagle3Config
 class PEagleConfig(Eagle3Config):
     """The shape of a P-EAGLE drafter."""
 
+    training_only = Eagle3Config.training_only - {"steps"}  # They decide how far it guesses.
     steps: Parts = 8
     """Tokens that one pass guesses."""
     num_layers: Parts = 4

@@ -10,6 +10,7 @@ from draftsmith.modules.interfaces.drafter import Drafts
 from draftsmith.modules.parts.causal_drafter import by_depth, conditional_drop, pack, useful, visible
 from draftsmith.modules.parts.decoder_block import AttentionContext
 from draftsmith.modules.parts.shared_embeddings import shifted
+from draftsmith.trainers.train_config import continued_settings
 from support.answers import frontier
 from support.families import randomised
 from torch import Tensor
@@ -110,3 +111,7 @@ def test_settings_that_do_not_fit_are_refused(tiny_target: Target) -> None:
         made(tiny_target, mask_token_id=-1)
     assert made(tiny_target).config.mask_token_id == tiny_target.eos_ids[0]
     assert Eagle3Config().steps != PEagleConfig().steps
+    start = made(tiny_target).config
+    assert continued_settings(PEagleConfig(num_layers=2), start).steps == STEPS  # type: ignore[attr-defined]
+    with pytest.raises(UserError, match=r"drafter.steps is 5, and the drafter of train.start has 4, .*; set drafter"):
+        continued_settings(PEagleConfig(num_layers=2, steps=5), start)
