@@ -121,6 +121,8 @@ class Eagle3(EagleDrafter):
     former_settings = ("target_hidden_size",)  # The identity has it.
 
     def __init__(self, config: Eagle3Config, sizes: Sizes, block: BlockConfig) -> None:
+        # Artifacts from before the setting do not name it, and a start's layers have another shape than the target's.
+        config = replace(config, qk_norm=block.qk_norm)
         super().__init__(config, sizes, block)
         if config.taps is None:
             raise UserError("the taps of an EAGLE-3 drafter must be set; use Eagle3.create, which chooses them")

@@ -303,6 +303,14 @@ def test_norms_of_heads_are_the_default_where_the_target_has_them(tiny_target: T
     qwen = Target(random_model("Qwen3", num_hidden_layers=2), tiny_tokenizer(), name="qwen")
     assert [Eagle3.create(Eagle3Config(qk_norm=asked), one).block.qk_norm for one in (tiny_target, qwen)
             for asked in (None, True, False)] == [False, True, False, True, True, False]
+    # An artifact from before the setting has none, whatever the target, and so has what continues it.
+    described = Eagle3.create(Eagle3Config(qk_norm=False), qwen).describe()
+    del described["qk_norm"], described["block"]["qk_norm"]
+    older = randomised(Eagle3.rebuild(described, qwen.identity))
+    for config in (Eagle3Config(taps=older.taps), older.config):
+        found = Eagle3.create(config, qwen, start=older)
+        assert (found.config.qk_norm, found.block.qk_norm) == (False, False)
+    assert older.config.qk_norm is False
 
 
 def test_the_taps_come_back_by_the_keys_of_engines_alone(tmp_path: Path, tiny_target: Target) -> None:
