@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -18,8 +18,9 @@ from ..data.prompts import named_sets
 from ..data.prompts.chat import TODAY
 from ..data.prompts.given_answers import GivenAnswers
 from ..export import EvaluateConfig, PromptSets, Question, read_description
+from ..export.evaluation.methods import COLUMNS
 from ..export.evaluation.schedule import answer_room
-from ..modules import Target, TargetConfig, TargetIdentity, UserError, load_target
+from ..modules import Proposer, Target, TargetConfig, TargetIdentity, UserError, load_target
 from ..modules.files.json_records import read_json
 from ..modules.target.loading.loading import is_local
 from ..modules.target.loading.stored_weights import Quantization
@@ -118,16 +119,17 @@ def conversations(file: Path) -> list[Prompt]:
     return prompts
 
 
-def question(template: ChatTemplate, prompt: Prompt, number: int = 0) -> Question:
+def question(template: ChatTemplate, prompt: Prompt, number: int = 0, columns: Container[str] = COLUMNS) -> Question:
     """A prompt with all its turns, by its number in its set; the target's answers stand between them as a server would
-    give them back."""
+    give them back. Of the texts besides it those are read that stand in these `columns`."""
     thinking = template.mode(prompt, number)
 
     def ask(answers: Sequence[Sequence[int]]) -> list[int]:
         said = [template.said(answer, thinking) for answer in answers]
         return template.prompt(prompt.history(said), tools=prompt.tools, thinking=thinking)
 
-    turns, given, other = len(prompt.asked), prompt.reference, prompt.draft_prompt
+    turns = len(prompt.asked)
+    given, other = (getattr(prompt, key) if key in columns else None for key in COLUMNS)
     texts = given if isinstance(given, list) else [given] * turns * (given is not None)
     if given is not None and not (len(texts) == turns and all(isinstance(one, str) for one in texts)):
         raise UserError(f"{prompt.id}: reference must be a text, or a list of texts for the row's {turns} answers, got "
@@ -173,12 +175,14 @@ class AskedSets(NamedTuple):
             origins[name] = {**facts, "rows": len(every) + without, "without text": without}
         return cls(found, origins if config.prompt_names else {})
 
-    def questions(self, template: ChatTemplate, config: EvaluateConfig, context_length: int
-                  ) -> tuple[PromptSets, dict[str, dict[str, Any]]]:
+    def questions(self, template: ChatTemplate, config: EvaluateConfig, context_length: int,
+                  drafters: Iterable[Proposer] = ()) -> tuple[PromptSets, dict[str, dict[str, Any]]]:
         """(the sets as questions, their origins). Of a set by name the questions that leave no room for their answers
-        in the target's context are left out, and counted: nobody can edit it."""
+        in the target's context are left out, and counted: nobody can edit it. A column that neither the config's
+        names nor the `drafters` read is left alone."""
+        columns = config.columns(drafters)
         # By the ones of its number: prompts at equal distances, which a limited evaluation takes, have all modes too.
-        sets = {name: [question(template, prompt, number.bit_count()) for number, prompt in enumerate(prompts)]
+        sets = {name: [question(template, prompt, number.bit_count(), columns) for number, prompt in enumerate(prompts)]
                 for name, prompts in self.prompts.items()}
         origins = dict[str, dict[str, Any]]()
         for name, facts in self.origins.items():

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from ...modules import DecodeSettings, Ensemble, Policy, Proposer, SamplingSetting, Union, UserError
-from ...modules.baselines.registry import BASELINES, JOINED, NATIVE, parse_joined
+from ...modules.baselines.registry import BASELINES, JOINED, NATIVE, PARTNERS, parse_joined
 from ...modules.config_checks import MOST_TOKENS, CheckedSettings, Natural, Positive, Rows, RowsOrNone, Share, Whole
 from ...modules.policies.registry import FASTEST, NONE, STATIC
 from ...modules.verification.acceptance_rules import lossy_rule
@@ -19,6 +19,8 @@ from ..measured_files import Prediction
 
 SEED = 0  # Seed of the random streams of the answers, and of the resampling for the intervals
 Answered = Sequence[Sequence[int]]  # The target's answers to the turns before, as tokens
+COLUMNS = {"reference": {"reference"}, "draft_prompt": {"layer_skip", "first_layers", "whole_target"}}
+"""Columns of rows with texts besides the prompt, and the baselines that read them; some artifacts read the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,13 @@ class EvaluateConfig(CheckedSettings):
     def degrees(self) -> tuple[float, ...]:
         """The temperatures, in the order given."""
         return self.temperatures if isinstance(self.temperatures, tuple) else (self.temperatures,)
+
+    def columns(self, drafters: Iterable[Proposer]) -> set[str]:
+        """Those of COLUMNS that a policy's partner, a baseline, or one of the artifacts' drafters reads."""
+        partners = {parse_joined(name).partner for name in self.policy_names if name != FASTEST}
+        named = {*self.baseline_names, *(PARTNERS[name] for name in partners if name)}
+        return {column for column, readers in COLUMNS.items() if not named.isdisjoint(readers)} | {
+            "draft_prompt" for drafter in drafters if drafter.reads_own_text}
 
     def timed(self, members: int) -> int:
         """Timed prompts of a set with `members` prompts: they fill whole batches of every size; 0 if none can."""

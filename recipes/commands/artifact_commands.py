@@ -119,7 +119,8 @@ def measure(given: EvaluateArguments, target: Target, folders: Sequence[Path], a
     each = [Method.each(artifact, given.evaluate, name=name, say=say)
             for artifact, name in zip(artifacts, called, strict=True)]
     methods = [method for found in each for method in found]
-    questions, origins = asked.questions(given.template.build(target), given.evaluate, target.context_length)
+    questions, origins = asked.questions(given.template.build(target), given.evaluate, target.context_length,
+                                         [artifact.drafter for artifact in artifacts])
     changed = next((artifact.target for artifact in artifacts if artifact.adapter is not None), None)
     # The lock of a run, which writes its report there too. Only now: what is refused before leaves no folder.
     with sole_writer(given.out / STAGES_FILE, wait=False):

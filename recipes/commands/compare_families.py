@@ -147,10 +147,10 @@ def measure_baseline(name: str, parsed: Parsed[FamiliesArguments]) -> None:
 
     def evaluated() -> Sequence[Path]:
         target = load_target(given.target)
-        sets, origins = AskedSets.of(given.evaluate, read_held_out(given.out / "data")).questions(
-            given.template.build(target), given.evaluate, target.context_length)
-        result = evaluate(target, [], sets, replace(given.evaluate, baselines=(name,)), origins=origins,
-                          references=given.out / REFERENCES, say=stage_line)
+        config = replace(given.evaluate, baselines=(name,))
+        sets, origins = AskedSets.of(config, read_held_out(given.out / "data")).questions(
+            given.template.build(target), config, target.context_length)
+        result = evaluate(target, [], sets, config, origins=origins, references=given.out / REFERENCES, say=stage_line)
         return list(write_report(given.out / name, result).values())
 
     stage = Stage(name="evaluate", title="held-out prompts are decoded", sections=("target", "template", "evaluate"),

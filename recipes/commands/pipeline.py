@@ -240,7 +240,7 @@ def evaluate_stage(workspace: Workspace) -> Sequence[Path]:
     artifact = load_artifact(workspace.artifact, workspace.target, trust=workspace.recipe.trust)
     config = workspace.recipe.evaluate
     questions, origins = AskedSets.of(config, read_held_out(workspace.data)).questions(
-        workspace.template, config, artifact.target.context_length)
+        workspace.template, config, artifact.target.context_length, [artifact.drafter])
     methods = Method.each(artifact, config, say=stage_line)
     result = evaluate(artifact.target, methods, questions, config, references=workspace.recipe.references,
                       origins=origins, original=None if artifact.adapter is None else workspace.target, say=stage_line)

@@ -280,7 +280,8 @@ class Workspace:
         `own` held-out ones. Raises UserError."""
         if self.evaluates:
             config, context = self.recipe.evaluate, self.target.context_length
-            require_context(AskedSets.of(config, own).questions(self.template, config, context)[0], config, context)
+            sets, _ = AskedSets.of(config, own).questions(self.template, config, context, [self.tried.drafter])
+            require_context(sets, config, context)
 
     def wanted_states(self) -> tuple[WantedStates, ...]:
         """The target's states that training reads from disk; none where it reads none, or has them computed. Raises

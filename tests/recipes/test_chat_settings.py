@@ -1,5 +1,6 @@
 """Settings of the chat template: modes, its end against the target's, questions of an evaluation."""
 
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,6 +83,12 @@ def test_rows_name_texts_besides_the_prompt() -> None:
     assert question(template, prompt).references == encoded
     row = {"system": "s", "prompt": "a", "reference": "one", "draft_prompt": "b"}
     one = question(template, parse_prompt(row, "file:2"))
+    for config, own_text, read in (
+            (EvaluateConfig(), False, (0, 0)), (EvaluateConfig(policies="none+reference-4"), False, (1, 0)),
+            (EvaluateConfig(baselines="whole_target"), False, (0, 1)), (EvaluateConfig(), True, (0, 1))):
+        found = AskedSets({"own": [parse_prompt(row, "file:2")]}, {}).questions(
+            template, config, 4096, [SimpleNamespace(reads_own_text=own_text)])[0]["own"][0]  # type: ignore[list-item]
+        assert (len(found.references), len(found.draft_tokens) > 0) == read
     assert one.references == encoded[:1]
     assert one.draft_tokens == question(template, parse_prompt({"system": "s", "prompt": "b"}, "file:2")).prompt([])
 
@@ -96,3 +103,10 @@ def test_rows_name_texts_besides_the_prompt() -> None:
 def test_texts_besides_the_prompt_that_are_none_are_refused(row: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
         question(ChatTemplate(shaped_tokenizer(shapes.CHATML)), parse_prompt(row, "file:1"))
+    # Where nobody reads them they are no fault, whatever a table holds there.
+    prompts = [parse_prompt(one, "file:1") for one in (row, {**row, "reference": date(2025, 1, 1)})]
+    template = ChatTemplate(shaped_tokenizer(shapes.CHATML))
+    for policy in ("fastest", "static+lookup"):
+        found = AskedSets({"own": prompts}, {}).questions(template, EvaluateConfig(policies=policy), 4096)[0]["own"]
+        assert [(*one.references, *one.draft_tokens) for one in found] == [(), ()]
+    assert "reference" not in prompts[1].row
