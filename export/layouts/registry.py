@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from huggingface_hub.errors import StrictDataclassError
+
 from ...modules import DRAFTERS, Drafter, Target, UserError
 from ...modules.files.atomic_files import write_file
 from ...modules.files.folders import whole_folder
@@ -58,7 +60,8 @@ def import_drafter(format_name: str, folder: Path | Checkpoint, target: Target, 
         drafter, tensors = cast("Reader[Any]", chosen.read)(given, target, settings)
     except UserError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError,
+            ValueError) as error:
         reason = "lacks " if isinstance(error, KeyError) else "is damaged: "
         raise UserError(f"{given.config} {reason}{' '.join(str(error).split())}; copy it again") from error
     found: Drafter[Any] = loaded(drafter, tensors, target, given.folder)

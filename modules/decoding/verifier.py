@@ -138,6 +138,11 @@ class AppliedBiases:
         self.added_V = torch.tensor([added.get(token, 0.0) for token in ids], device=device)
         self.not_first_V = torch.tensor([token in not_first for token in ids], device=device)
         self.ends_V = torch.tensor([token in ends for token in ids], device=device)
+        never_V = self.added_V == -torch.inf
+        for more_V in (self.not_first_V, *([self.ends_V] if self.least else [])):
+            if bool((never_V | more_V).all()):
+                raise UserError("the biases of tokens rule all of them out (suppress_tokens, min_new_tokens, ...); "
+                                "leave some of them in")
 
     def add(self, logits_BMV: Tensor, places_BM: Tensor) -> Tensor:
         """The logits [B, M, V] in float32 or wider with the biases added; `places_BM` are the places of the next tokens

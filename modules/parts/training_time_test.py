@@ -172,7 +172,7 @@ class MaskAttention(AttentionContext):
     def attend(self, layer: int, query_BHNE: Tensor, key_BGNE: Tensor, value_BGNE: Tensor) -> Tensor:
         """Attention output of the text over itself, and of each mask over the text and its own position's masks."""
         sizes = [query_BHNE.shape[2] - sum(self.counts), *self.counts]
-        queries, keys, values = (states.split(sizes, dim=2) for states in (query_BHNE, key_BGNE, value_BGNE))
+        queries, keys, values = (torch.split(states, sizes, dim=2) for states in (query_BHNE, key_BGNE, value_BGNE))
         read, past = [self.text.attend(layer, queries[0], keys[0], values[0])], _with_room(keys[0], values[0])
         for depth, size in enumerate(self.counts, 1):
             pairs = zip(keys[1 : depth + 1], values[1 : depth + 1], strict=True)

@@ -165,7 +165,8 @@ class PaidTree(Policy):
 def _weights(logs: Floats) -> Floats:
     """Probabilities of unnormalised logarithms [..., X]."""
     found: Floats = np.exp(logs - logs.max(-1, keepdims=True))
-    return found / found.sum(-1, keepdims=True)
+    found /= found.sum(-1, keepdims=True)
+    return found
 
 
 def _crowd(rows: int) -> int:

@@ -256,7 +256,7 @@ def accept_block(tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chance
         rest_R = (p_RV - q_RV).clamp(min=0).sum(-1)
         # Where all is carried on and nothing would be left, the next token is accepted for certain.
         missing_R = rest_R + 1 - carried_R
-        accept_R = torch.where(real_R, torch.where(missing_R > 0, rest_R / missing_R, 1.0), carried_R)
+        accept_R = torch.where(real_R, torch.where(missing_R == 0, 1.0, rest_R / missing_R), carried_R)
         passed_R = tree.real_BN[rows_R, node] & (chances.tests_BN[rows_R, node] < accept_R) & (node > 0)
         deepest_B = deepest_B.index_copy(0, rows_R, torch.where(passed_R, node, deepest_B[rows_R]))
         taken_B = taken_B.index_copy(0, rows_R, torch.where(passed_R, carried_R, taken_B[rows_R]))

@@ -7,6 +7,7 @@ from typing import Any
 from ...modules import FASTEST, NONE, DecodeSettings, Request, Target, TargetConfig, UserError, parse_joined
 from ...modules.config_checks import CheckedSettings, Natural, Whole
 from ...modules.decoding.constraints import Grammar, ThinkingBudget
+from ...modules.files.json_records import bounded_json, read_bounded_text
 from ...modules.target.loading.generation_defaults import TokenBiases
 from ...modules.verification.acceptance_rules import lossy_rule
 from ...modules.verification.sampling import Temperature
@@ -102,13 +103,21 @@ class AnswerArguments(CheckedSettings):
             raise UserError(f"an answer follows one form, got {' and '.join(asked)}; leave one out")
         for name, value in asked.items():
             try:
-                return Grammar(name, value.read_text(encoding="utf-8") if isinstance(value, Path) else value)
-            except (OSError, UnicodeDecodeError) as error:
-                raise UserError(f"{name} {value} cannot be read ({error}); give a file of text") from error
+                text = read_bounded_text(value) if isinstance(value, Path) else value
+                # The library takes minutes and gigabytes for schemas of hundreds of levels.
+                if name == "json_schema":
+                    bounded_json(text)
+            except (OSError, ValueError) as error:
+                raise UserError(f"{name} {value} cannot be read ({error}); give a file of such text") from error
+            return Grammar(name, text)
         return None
 
     def biases(self, target: Target) -> TokenBiases:
         """The target's own biases and those asked for. Raises UserError as `TokenBiases.of` does."""
+        for name in ("bad_words", "sequence_bias"):
+            if any(not text.strip() for text in getattr(self, name)):
+                raise UserError(f"{name} holds a text without a word; leave it out")
+
         def tokens(text: str) -> list[list[int]]:
             # A word has another token after a space.
             found = [target.tokenizer.encode(one, add_special_tokens=False) for one in (text, f" {text.lstrip()}")]

@@ -82,7 +82,7 @@ class PEagle(Eagle3):
         """(settings with taps and mask token chosen, shape of the layers). Raises UserError when they do not fit."""
         found, block = super().fitted(config, target)
         mask = next(iter(target.eos_ids), 0) if config.mask_token_id is None else config.mask_token_id
-        return cast(PEagleConfig, replace(found, mask_token_id=mask)), block
+        return replace(cast(PEagleConfig, found), mask_token_id=mask), block
 
     def initialise(self, target: Target) -> None:
         """As EAGLE-3; the state of the masks is small noise, which norms make as large as others."""
