@@ -104,26 +104,27 @@ class Schedule:
     @property
     def bundles(self) -> list[list[Entry]]:
         """The questions in bundles, which are decoded as wholes: those of one set that fill timed batches of every
-        size, or one batch of questions that are not timed.
+        size, or one batch of questions that are not timed; each question has all its answers in one bundle.
 
         The sets take turns, within a batch too, and every start of a set covers its categories evenly: whatever the
         minutes are there are figures of each. Each set's first bundle is timed if any is."""
-        sets = by_prompt_set(self.entries)
-        groups = [self.groups(members, math.lcm(*self.config.batches)) for members in sets.values()]
+        sets, answers = by_prompt_set(self.entries), self.config.answers
+        groups = [self.groups(members, math.lcm(*self.config.batches) * answers) for members in sets.values()]
         timed = [group for turn in zip_longest(*groups) for group in turn if group]
-        queues = list[list[Entry]]()
+        queues = list[list[list[Entry]]]()
         for members in sets.values():
-            kinds: dict[str, list[Entry]] = {}
-            for entry in members:
-                if entry.number not in self.timed:
-                    kinds.setdefault(entry.question.category, []).append(entry)
+            kinds: dict[str, list[list[Entry]]] = {}
+            for start in range(0, len(members), answers):
+                if members[start].number not in self.timed:
+                    kinds.setdefault(members[start].question.category, []).append(members[start : start + answers])
             # By the middle of its share of a category: each start of this list has all categories in their proportion.
-            queues.append([entry for _, entry in sorted((((place + 0.5) / len(kind), entry) for kind in kinds.values()
-                                                         for place, entry in enumerate(kind)), key=lambda one: one[0])])
-        others = [entry for turn in zip_longest(*queues) for entry in turn if entry]
+            queues.append([whole for _, whole in sorted((((place + 0.5) / len(kind), whole) for kind in kinds.values()
+                                                         for place, whole in enumerate(kind)), key=lambda one: one[0])])
+        others = [whole for turn in zip_longest(*queues) for whole in turn if whole]
         # The first timed bundle of each set stands before any batch that is not timed.
         placed = [(max(0, place + 1 - len(sets)) / len(timed), bundle) for place, bundle in enumerate(timed)]
-        placed += [((start + UNTIMED_ROWS / 2) / len(others), others[start : start + UNTIMED_ROWS])
+        placed += [((start + UNTIMED_ROWS / 2) / len(others),
+                    [entry for whole in others[start : start + UNTIMED_ROWS] for entry in whole])
                    for start in range(0, len(others), UNTIMED_ROWS)]
         return [bundle for _, bundle in sorted(placed, key=lambda one: one[0])]
 

@@ -114,6 +114,19 @@ def test_the_sets_take_turns_and_every_start_of_a_set_covers_its_categories_even
         assert max(shares) - min(shares) <= max(1 / count for count in whole.values()) + 1e-9
 
 
+def test_all_answers_to_a_question_are_in_one_bundle() -> None:
+    """Drafters that remember earlier text forget it between bundles; the order is that of single answers."""
+    sets = {"own": questions(20), "written": [replace(question, category=f"kind{place % 3}")
+                                              for place, question in enumerate(questions(48))]}
+    single, found = (schedule(EvaluateConfig(speed_prompts=4, batch_sizes=(1, 2), temperatures=1.0, answers=answers),
+                              **sets) for answers in (1, 3))
+    assert [[(entry.number + answer * 68, answer) for entry in bundle for answer in range(3)]
+            for bundle in single.bundles] == [[(entry.number, entry.answer) for entry in bundle]
+                                              for bundle in found.bundles]
+    for size in (1, 2):
+        assert all(len(group) == size for bundle in found.bundles for group in found.groups(bundle, size))
+
+
 def test_turns_and_their_longest_answers_must_fit_the_context_together() -> None:
     """Ten tokens a turn, and eight an answer: two turns take 36 with both answers."""
     sets = {"talk": [Question(prompt=lambda answers: [0] * 10 * (1 + len(answers)), turns=2, text="Tell me more.")]}
