@@ -128,8 +128,7 @@ def question(template: ChatTemplate, prompt: Prompt, number: int = 0, columns: C
         said = [template.said(answer, thinking) for answer in answers]
         return template.prompt(prompt.history(said), tools=prompt.tools, thinking=thinking)
 
-    turns = len(prompt.asked)
-    given, other = (getattr(prompt, key) if key in columns else None for key in COLUMNS)
+    turns, (given, other) = len(prompt.asked), (getattr(prompt, key) if key in columns else None for key in COLUMNS)
     texts = given if isinstance(given, list) else [given] * turns * (given is not None)
     if given is not None and not (len(texts) == turns and all(isinstance(one, str) for one in texts)):
         raise UserError(f"{prompt.id}: reference must be a text, or a list of texts for the row's {turns} answers, got "
@@ -178,8 +177,7 @@ class AskedSets(NamedTuple):
     def questions(self, template: ChatTemplate, config: EvaluateConfig, context_length: int,
                   drafters: Iterable[Proposer] = ()) -> tuple[PromptSets, dict[str, dict[str, Any]]]:
         """(the sets as questions, their origins). Of a set by name the questions that leave no room for their answers
-        in the target's context are left out, and counted: nobody can edit it. A column that neither the config's
-        names nor the `drafters` read is left alone."""
+        in the target's context are left out, and counted: nobody can edit it. Columns that nobody reads stay out."""
         columns = config.columns(drafters)
         # By the ones of its number: prompts at equal distances, which a limited evaluation takes, have all modes too.
         sets = {name: [question(template, prompt, number.bit_count(), columns) for number, prompt in enumerate(prompts)]

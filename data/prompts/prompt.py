@@ -89,9 +89,8 @@ class Prompt:
         row = {"question_id": self.id, "category": self.category, "messages": messages or None, "text": self.document,
                "tools": self.tools, "enable_thinking": self.thinking}
         # Texts alone: tables have columns of these names with dates or numbers, which nobody has asked to be read.
-        for key, value in (("reference", self.reference), ("draft_prompt", self.draft_prompt)):
-            if all(isinstance(one, str) for one in (value if isinstance(value, list) else [value])):
-                row[key] = value
+        row |= {key: value for key, value in (("reference", self.reference), ("draft_prompt", self.draft_prompt))
+                if all(isinstance(one, str) for one in (value if isinstance(value, list) else [value]))}
         return {key: value for key, value in row.items() if value is not None}
 
 

@@ -249,9 +249,8 @@ def of_artifact(folder: Path, target: Target, given: ChooseArguments, asked: Ask
     if asked is not None:
         config = replace(given.evaluate, batch_sizes=given.batch_sizes, temperatures=given.temperatures,
                          policies=(STATIC,), baselines=(), speed_prompts=0)
-        questions, origins = asked.questions(given.template.build(target), config, target.context_length,
-                                             [artifact.drafter])
-        run = evaluate(artifact.target, [Method.of(artifact)], questions, config, origins=origins, say=say,
+        sets, origins = asked.questions(given.template.build(target), config, target.context_length, [artifact.drafter])
+        run = evaluate(artifact.target, [Method.of(artifact)], sets, config, origins=origins, say=say,
                        references=given.out / REFERENCES)
         for one in run.evaluations:
             measured = one.overall.accepted_length
