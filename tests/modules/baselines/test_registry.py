@@ -8,6 +8,7 @@ from draftsmith.modules.baselines.registry import BASELINES, COPIED, PARTNERS, P
 from draftsmith.modules.decoding.requests import DecodeSettings, Generation, Request
 from draftsmith.modules.interfaces.proposer import DraftState, Observation, Proposer, Verified
 from draftsmith.modules.policies.base import Policy
+from draftsmith.modules.policies.paid import PaidTree
 from draftsmith.modules.policies.registry import POLICIES, SPARSE, SPECDEC, policy_named
 from draftsmith.modules.policies.trees import SampledTree, StaticTree
 from support.answers import frontier, native_greedy, observation, requests_for
@@ -226,7 +227,8 @@ def answers(target: Target, name: str, temperature: float) -> tuple[list[list[in
     found = decode(target, requests, DecodeSettings(batch_size=2, ignore_eos=True),
                    drafter=joined_drafter(parts, drafter, target), policy=policy)
     plain = decode(target, requests, DecodeSettings(ignore_eos=True))
-    assert isinstance(policy, Union)
+    largest = policy.policies[policy.sizes[-1]] if isinstance(policy, PaidTree) else policy
+    assert isinstance(largest, Union)
     if temperature == 0 or not policy.samples:
         assert [one.tokens for one in found.generations] == [one.tokens for one in plain.generations]
     return [one.tokens for one in found.generations], found.accepted_length
