@@ -62,13 +62,13 @@ def fault_of(processors: Sequence[Processor], text: Sequence[int], vocab_size: i
 
 @dataclass(frozen=True, kw_only=True)
 class ThinkingBudget:
-    """A processor that ends thinking after a number of tokens: from there on the end mark is forced, token by token. A
-    text thinks where its last begin mark stands after its last end mark; tokens of the prompt do not count. Raises
-    UserError for a negative number."""
+    """A processor that ends each stretch of thinking after a number of tokens: its end mark is forced there. A text
+    thinks where its last begin mark stands after its last end mark; tokens of the prompt do not count. Raises UserError
+    for a negative number."""
 
-    tokens: int  # Most tokens of thinking in an answer
-    begin: Path  # The mark before thinking
-    end: Path  # The mark after it
+    tokens: int  # Most tokens of thinking
+    begin: int  # The mark before thinking
+    end: int  # The mark after it
     prompt: int  # Tokens of the prompt
 
     def __post_init__(self) -> None:
@@ -81,26 +81,18 @@ class ThinkingBudget:
         known = tokenizer.get_vocab()
         for begin, end in _MARKS:
             if begin in known and end in known:
-                return cls(tokens=tokens, begin=(known[begin],), end=(known[end],), prompt=prompt)
+                return cls(tokens=tokens, begin=known[begin], end=known[end], prompt=prompt)
         raise UserError(f"thinking_tokens is {tokens}, but the target does not think: its tokenizer has none of "
                         f"{', '.join(begin for begin, _ in _MARKS)}; leave it out")
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         text = input_ids[0].tolist()
-        begun, ended = _last(text, self.begin), _last(text, self.end)
-        if begun <= ended or len(text) - max(begun, self.prompt) < self.tokens:
+        opened, closed = (len(text) - text[::-1].index(mark) if mark in text else 0 for mark in (self.begin, self.end))
+        if opened <= closed or len(text) - max(opened, self.prompt) < self.tokens:
             return scores
-        # The part of the end mark that stands there already.
-        done = next(size for size in reversed(range(len(self.end))) if text[len(text) - size :] == [*self.end[:size]])
         forced = torch.full_like(scores, -torch.inf)
-        forced[:, self.end[done]] = 0.0
+        forced[:, self.end] = 0.0
         return forced
-
-
-def _last(text: list[int], mark: Path) -> int:
-    """The place after the last occurrence of a mark, -1 where it does not occur."""
-    places = range(len(text), len(mark) - 1, -1)
-    return next((place for place in places if text[place - len(mark) : place] == [*mark]), -1)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,20 @@ from ...modules.verification.sampling import Temperature
 from ..chat_settings import TemplateConfig, own_target
 
 
+def text_of(name: str, file: Path) -> str:
+    """The text of a file, which is a setting's. Raises UserError if it holds none."""
+    try:
+        text = read_bounded_text(file)
+    except OSError as error:
+        raise UserError(f"cannot read the {name} {file}: {error.strerror or error}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"the {name} {file} is no text in UTF-8 ({error.reason} at byte {error.start}); save it as "
+                        "UTF-8") from error
+    if not text.strip() or "\0" in text:
+        raise UserError(f"the {name} {file} holds no text; write it, or leave --{name} out")
+    return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class AnswerArguments(CheckedSettings):
     """Arguments of the commands that answer."""
@@ -43,7 +57,7 @@ class AnswerArguments(CheckedSettings):
     grammar: Path | None = None
     """File with a grammar that answers follow, in the EBNF of llama.cpp with the rule root."""
     thinking_tokens: Natural | None = None
-    """Most tokens of thinking: after them its end is forced; null leaves it to the target."""
+    """Most tokens of each stretch of thinking: after them its end is forced; null leaves it to the target."""
     min_new_tokens: Natural = 0
     """Tokens of an answer before which it does not end; 0 leaves it to the target."""
     no_repeat_ngram_size: Natural = 0
@@ -102,13 +116,13 @@ class AnswerArguments(CheckedSettings):
         if len(asked) > 1:
             raise UserError(f"an answer follows one form, got {' and '.join(asked)}; leave one out")
         for name, value in asked.items():
+            text = text_of(name, value) if isinstance(value, Path) else value
             try:
-                text = read_bounded_text(value) if isinstance(value, Path) else value
                 # The library takes minutes and gigabytes for schemas of hundreds of levels.
                 if name == "json_schema":
                     bounded_json(text)
-            except (OSError, ValueError) as error:
-                raise UserError(f"{name} {value} cannot be read ({error}); give a file of such text") from error
+            except ValueError as error:
+                raise UserError(f"json_schema {value} is no JSON that can be compiled: {error}; change it") from error
             return Grammar(name, text)
         return None
 

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from signal import SIGINT
 from typing import Any
 
@@ -22,12 +21,11 @@ from ...modules import (
 from ...modules.baselines.registry import with_reference
 from ...modules.decoding.recorders import GuessedPass, PassRecorder, WrittenToken
 from ...modules.decoding.requests import TokenText, visible
-from ...modules.files.json_records import read_bounded_text
 from ..chat_settings import artifact_target
 from ..reading.command_line import Command, Parsed
 from ..reading.recipe_files import check_plain
 from ..terminal import Stopped, one_sentence, say, stopped_by_signals
-from .answer_arguments import AnswerArguments, ChatArguments, GenerateArguments
+from .answer_arguments import AnswerArguments, ChatArguments, GenerateArguments, text_of
 
 ANEW = "/new"  # The message that starts another conversation
 MOST_CHARACTERS = 2**20  # Longest line that is read as a message
@@ -166,7 +164,7 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
     """Stream the answer to a prompt, drafted and verified: the same words as the target alone, sooner."""
     given, passes, reference = parsed.values, list[list[int]](), ""
     if given.reference is not None:
-        reference = reference_text(given.reference)
+        reference = text_of("reference", given.reference)
         given = replace(given, policy=with_reference(given.policy))
     answers = Answers(given, marks_for(sys.stdout.isatty(), os.environ) if given.show_drafts else None)
     tokens, draft_tokens = ([] if text is None else answers.template.prompt([{"role": "user", "content": text}])
@@ -179,20 +177,6 @@ def generate(parsed: Parsed[GenerateArguments]) -> None:
         print(f"\n{marked.summary()}", flush=True)
     answers.count(request, passes, stats)
     answers.explain(stats)
-
-
-def reference_text(file: Path) -> str:
-    """The text of a file. Raises UserError if it holds none."""
-    try:
-        text = read_bounded_text(file)
-    except OSError as error:
-        raise UserError(f"cannot read the reference {file}: {error.strerror or error}; check the path") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"the reference {file} is no text in UTF-8 ({error.reason} at byte {error.start}); save it as "
-                        "UTF-8") from error
-    if not text.strip() or "\0" in text:
-        raise UserError(f"the reference {file} holds no text; write it, or leave --reference out")
-    return text
 
 
 def chat(parsed: Parsed[ChatArguments]) -> None:

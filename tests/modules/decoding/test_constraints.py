@@ -39,7 +39,7 @@ POLICIES: dict[str, Callable[[], Policy | None]] = {
     "none": lambda: None, "chain": lambda: Chain(3), "eagle2": lambda: Eagle2Tree(9, 4, 3),
     "sampled": lambda: branching(2, 2),
     "static": lambda: StaticTree(Topology((-1, 0, 0, 1, 1, 3), (0, 0, 1, 0, 1, 0)))}
-BUDGET = ThinkingBudget(tokens=5, begin=(33,), end=(17, 18, 19), prompt=4)
+BUDGET = ThinkingBudget(tokens=5, begin=33, end=17, prompt=4)
 
 
 class Echo(LogitsProcessor):
@@ -80,12 +80,12 @@ def test_a_processor_is_applied_as_by_generate(tiny_target_f64: Target, policy: 
 
 
 def test_thinking_ends_after_its_budget() -> None:
-    """The end mark follows the last token of the budget, and once it starts it is whole."""
+    """Its end mark follows the last token of the budget; what is thought in the prompt does not count."""
     free = torch.zeros(1, 40)
     after: list[tuple[tuple[int, ...], int | None]] = [
-        ((33, 1, 2, 3, 4), None), ((33, 1, 2, 3, 4, 5, 6, 7, 8), 17), ((33, 1, 2, 3, 4, 5, 6, 7, 17), 18),
-        ((33, 1, 2, 3, 4, 5, 6, 17, 18), 19), ((33, 1, 2, 3, 4, 5, 17, 18, 19), None), ((1,) * 30, None),
-        ((33, 17, 18, 19, 1, 1, 1, 1, 1, 1, 1), None), ((1, 1, 1, 1, 1, 1, 33, 1, 1, 1, 1, 1), 17)]
+        ((33, 1, 2, 3, 4), None), ((33, 1, 2, 3, 4, 5, 6, 7, 8), 17), ((33, 1, 2, 3, 4, 5, 17), None),
+        ((1,) * 30, None), ((33, 17, 1, 1, 1, 1, 1, 1, 1), None), ((33, 1, 1, 17, 33, 1, 1, 1, 1, 1), 17),
+        ((1, 1, 1, 1, 1, 1, 33, 1, 1, 1, 1, 1), 17)]
     for text, token in after:
         found = BUDGET(torch.tensor([text]), free)
         assert (found is free) if token is None else (found.argmax(), int((found > -torch.inf).sum())) == (token, 1)
@@ -222,13 +222,13 @@ def test_a_thinking_budget_takes_the_marks_of_the_tokenizer(tiny_target_f64: Tar
     with pytest.raises(UserError, match=r"thinking_tokens is 9, but the target does not think.*<think>.*leave it out"):
         ThinkingBudget.of(tiny_target_f64.tokenizer, 9, 4)
     with pytest.raises(UserError, match="thinking_tokens must be at least 0, got -1"):
-        ThinkingBudget(tokens=-1, begin=(1,), end=(2,), prompt=4)
+        ThinkingBudget(tokens=-1, begin=1, end=2, prompt=4)
 
     class Marked:
         def get_vocab(self) -> dict[str, int]:
             return {"<think>": 8, "</think>": 9}
 
-    assert ThinkingBudget.of(Marked(), 9, 4) == ThinkingBudget(tokens=9, begin=(8,), end=(9,), prompt=4)
+    assert ThinkingBudget.of(Marked(), 9, 4) == ThinkingBudget(tokens=9, begin=8, end=9, prompt=4)
 
 
 def test_a_checkpoints_own_settings_of_texts_are_those_of_generate(tiny_target_f64: Target) -> None:

@@ -329,7 +329,7 @@ def answered(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(("more", "says"), [
-    (["--json_schema", "nowhere.json"], "json_schema nowhere.json cannot be read"),
+    (["--json_schema", "nowhere.json"], "cannot read the json_schema nowhere.json: No such file .*; check the path"),
     (["--regex", "(a"], "regex cannot be compiled: .*parenthesis is not closed"),
     (["--regex", "a", "--grammar", "x"], "an answer follows one form, got regex and grammar; leave one out"),
     (["--lossy", "typical"], "temperature 0 with policy fastest is exact"),
@@ -338,11 +338,20 @@ def answered(words: list[str], capfd: pytest.CaptureFixture[str]) -> str:
     (["--lossy", "kl", "--temperature", "1", "--policy", "chain-2"], "this policy samples none; choose sampled"),
     (["--thinking_tokens", "9"], "thinking_tokens is 9, but the target does not think"),
     (["--thinking_tokens", "-1"], "thinking_tokens must be at least 0, got -1"),
+    (["--suppress_tokens", str([*range(200)])], "the biases of tokens rule all of them out"),
+    (["--bad_words", "['']"], "bad_words holds a text without a word; leave it out"),
+    (["--sequence_bias", "{' ': 2}"], "sequence_bias holds a text without a word"),
+    (["--json_schema", "deep.json"], "deep.json is no JSON that can be compiled: nested more than 100 levels deep"),
+    (["--grammar", "/dev/zero"], "/dev/zero is no ordinary file and gives more than 67,108,864 bytes"),
     (["--sequence_bias", "{'': 1}", "--bad_words", "['']", "--suppress_tokens", "[-1]"], "suppress_tokens.* must be"),
 ])
-def test_settings_that_make_no_sense_are_refused_in_a_sentence(words: list[str], more: list[str], says: str,
-                                                               capfd: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_make_no_sense_are_refused_in_a_sentence(
+    words: list[str], more: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("xgrammar")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "deep.json").write_text('{"items": ' * 150 + "{}" + "}" * 150)
     assert main([*words, *more]) == 2
     found = capfd.readouterr()
     assert found.out == ""
