@@ -75,13 +75,9 @@ class Rule(ABC):
     """Decides which path of a verified tree is kept and which token follows it."""
 
     lossless: bool = True  # True if the emitted tokens have the target's distribution
-    reads_draws: bool = False  # Whether it says nothing of drafts that were not sampled
 
-    def check(self, policy: Any) -> None:
+    def check(self, policy: Any) -> None:  # noqa: B027
         """Raise UserError when the rule makes no sense with the drafts of a policy; most serve all."""
-        if self.reads_draws and not policy.samples:
-            raise UserError("the rule kl compares the target with the distribution that drafts were sampled from, and "
-                            "this policy samples none; choose sampled, sampled-chain or dyspec")
 
     @abstractmethod
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
@@ -206,12 +202,16 @@ class Divergence(Rejection):
     0 counts as 1e-9, since a draft may lack tokens of the target. Raises UserError for a negative number."""
 
     lossless = False
-    reads_draws = True
     nats: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 <= self.nats < float("inf"):
             raise UserError(f"the rule kl takes a number of nats from 0 on, got {self.nats}; try kl-0.5")
+
+    def check(self, policy: Any) -> None:
+        if not policy.samples:
+            raise UserError("the rule kl compares the target with the distribution that drafts were sampled from, and "
+                            "this policy samples none; choose sampled, sampled-chain or dyspec")
 
     def accept(self, tree: TokenTree, logits_BNV: Tensor, sampling: Sampling, chances: Chances) -> Accepted:
         if tree.drawn is None or self.nats == 0:

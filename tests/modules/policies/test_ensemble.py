@@ -127,6 +127,7 @@ def test_what_one_part_leaves_the_next_one_uses() -> None:
     assert paths(tree, 1)[:4] == [(), (5,), (5, 4), (5, 4, 5)]
     assert len(paths(tree, 1)) == 5
     assert union.max_size == tree.size == 5
+    assert union.size == 0, "it chooses no size before each pass"
     assert tree.parts_BN is not None
     assert tree.parts_BN.tolist() == [[0, 1, 1, 1, 1], [0, 0, 0, 0, 1]]
 

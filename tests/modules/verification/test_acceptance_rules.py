@@ -198,6 +198,20 @@ def test_block_verification_equals_its_plain_twin_on_random_chains() -> None:
             assert emitted(tree, accepted, row) == wanted
 
 
+@pytest.mark.usefixtures("way")
+def test_a_place_after_which_nothing_can_come_is_no_surer_than_its_own_chance() -> None:
+    """Everything is ruled out after the first drafted token, which has half the probability that the draft gave it."""
+    logits = torch.full((1, 3, SIZE), -torch.inf, dtype=torch.float64)
+    logits[0, 0, :2] = 0.0
+    tree = replace(Topology.chain(2).plant(torch.tensor([[4, 0, 1]])), drawn=Drawn(
+        log_q_BIQ=torch.eye(SIZE)[:2].log()[None], inner_BN=torch.tensor([[0, 1, 0]]),
+        sampled_BN=torch.ones(1, 3, dtype=torch.bool)))
+    sampling = Sampling(temperature_B=torch.ones(1), sampling_rows=(0,))
+    chances = Chances(choices_BN=torch.full((1, 3), 0.5, dtype=torch.float64),
+                      tests_BN=torch.full((1, 3), 0.9, dtype=torch.float64))
+    assert int(Rejection().accept(tree, logits, sampling, chances).counts_B) == 1
+
+
 @pytest.mark.parametrize("temperature", [0.1, 0.3, 0.7, 1.0, 1.2])
 @pytest.mark.parametrize("stops", [False, True])
 def test_block_verification_has_the_targets_law_and_accepts_more(temperature: float, stops: bool) -> None:

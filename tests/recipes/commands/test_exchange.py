@@ -177,6 +177,8 @@ FOREIGN = {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": None, "draf
     ("eagle", "eagle", {**FOREIGN, "rope_theta": 7.5}, "", "says rope_theta: 7.5, which the official trainers"),
     ("eagle3", "eagle", {}, "--taps [1]", "fc in"),
     ("eagle3", "eagle", {"hidden_size": 64}, "", "reads states 64 wide"),
+    ("draft-lm", "huggingface", {"hidden_act": 0}, "", "config.json is damaged: "),
+    ("draft-lm", "huggingface", {"num_key_value_heads": "2"}, "", "config.json is damaged: "),
     ("eagle3", "eagle", {"vocab_size": 99}, "", "says vocab_size: 99, but tiny-random has 100 tokens; load the target"),
     ("eagle3", "eagle", {"is_causal": False}, "", "says is_causal: false; only true can be imported"),
     ("eagle3", "eagle", {"dflash_config": {}}, "", "says dflash_config: {}; only null can be imported"),
