@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
 from ..interfaces.proposer import DraftState, Frontier, Observation, Proposer, Scores, Verified
 from ..parts.causal_drafter import Text
 from ..policies.lookahead_trees import likeliest_paths
@@ -34,8 +33,6 @@ class TokenRecycling(Proposer[DraftState]):
     reads_logits = True  # True: the matrix is filled from logits
 
     def __init__(self, vocab_size: int, device: torch.device, candidates: int = len(RANK_PROBABILITIES)) -> None:
-        if not 1 <= candidates <= len(RANK_PROBABILITIES):
-            raise UserError(f"candidates must be between 1 and {len(RANK_PROBABILITIES)}, got {candidates}")
         # The last line is written for padding, and never read.
         self.successors_VC = torch.full((vocab_size + 1, min(candidates, vocab_size)), -1, device=device)
         self.log_probs_C = torch.tensor(RANK_PROBABILITIES[: self.successors_VC.shape[1]], device=device).log()
@@ -95,16 +92,13 @@ class Ngrams(Proposer[NgramState]):
 
     At most `longest` tokens of a context are compared, and `averaged` entries averaged, the latest ones with the
     longest match; `memory` contexts are stored, of all rows and requests together, each with the `candidates` most
-    probable next tokens. UserError if one is below 1, or more are averaged than stored."""
+    probable next tokens."""
 
     family = "ngrams"
     reads_logits = True  # True: the distributions come from the logits of accepted nodes
 
     def __init__(self, vocab_size: int, device: torch.device, *, longest: int = 4, candidates: int = 10,
                  averaged: int = 4, memory: int = 4096) -> None:
-        if min(longest, candidates) < 1 or not 1 <= averaged <= memory:
-            raise UserError("longest and candidates must be at least 1, averaged from 1 to memory, got "
-                            f"{longest}, {candidates}, {averaged} and {memory}")
         self.longest, self.averaged, self.memory, self.device = longest, averaged, memory, device
         kept = min(candidates, vocab_size)
         # The last entry is written for nodes that are not stored, and never read.
@@ -189,15 +183,11 @@ class PromptLookup(Proposer[Text]):
     with the tokens it has copied, as LZ77 does, so that a short cycle is continued to any length. Tokens are compared
     directly, not by a hash.
 
-    A suffix of `shortest` to `longest` tokens must have occurred before, after which `copied` are copied. UserError if
-    one is below 1, or the shortest is longer than the longest."""
+    A suffix of `shortest` to `longest` tokens must have occurred before, after which `copied` are copied."""
 
     family = "lookup"
 
     def __init__(self, device: torch.device, *, shortest: int = 1, longest: int = 3, copied: int = 7) -> None:
-        if not 1 <= shortest <= longest or copied < 1:
-            raise UserError("shortest must be from 1 to longest, copied at least 1, got "
-                            f"{shortest}, {longest} and {copied}")
         self.device, self.shortest, self.longest = device, shortest, longest
         self.copied = self.reach = copied
 

@@ -51,7 +51,7 @@ class Policy(ABC):
         """Forget a row, in which another sequence starts."""
 
     def kept(self, order: Sequence[int]) -> None:  # noqa: B027
-        """Let row r be the former row order[r]; the others have left. Without any a batch begins."""
+        """Let row r be the former row order[r]; the others have left. Without any a batch starts."""
 
     def unwatched(self) -> "Policy":
         """This policy, made to ask the device nothing while a tree grows, as recorded rounds must; most never ask."""

@@ -79,7 +79,7 @@ class PaidTree(Policy):
         self.kept([])
 
     def joined(self, join: Callable[[Policy], Policy]) -> "PaidTree":
-        """The same with trees that are joined with those of a partner; without drafts the partner has none either."""
+        """A policy whose trees are joined with those of a partner; without drafts the partner has none either."""
         found = PaidTree(self.topology, self.chances, self.table)
         found.policies |= {size: join(policy) for size, policy in self.policies.items() if size > 1}
         found.max_size = max(policy.max_size for policy in found.policies.values())

@@ -79,7 +79,7 @@ def whole_number(name: str, kind: str, number: str, least: int) -> int:
 def policy_named(name: str, topology: Topology, drafter: Proposer, chances: Sequence[float] = (),
                  seconds: Callable[[int, int], float] | None = None) -> Policy:
     """The policy of this name, of POLICIES or such with a number, for a drafter with a static tree, best node first.
-    `paid` begins with the chances of its nodes and the seconds of a step by nodes and rows, where they are known.
+    `paid` starts from the chances of its nodes and the seconds of a step by nodes and rows, where they are known.
     Raises UserError if the name, its number or the policy does not fit."""
     kind, number = parse_policy(name)
     share, count = number or _SHARES.get(kind, 0.0), None if number is None else int(number)

@@ -325,16 +325,14 @@ class BeamTree(Policy):
     their noisy log-probabilities, shifted so that the largest equals the path's own (arXiv:1903.06059, section 4.1). Of
     all children of a level the largest values stay, siblings in descending order: given the values, the token of the
     next one is distributed as q without those before it, so that the samples are valid for recursive rejection. Greedy
-    rows keep their likeliest paths. A draft's temperature of None takes each row's own. Raises ValueError if a number
-    is too small."""
+    rows keep their likeliest paths. Raises ValueError if a number is too small."""
 
     samples = True
 
-    def __init__(self, width: int = 8, depth: int = 6, temperature: float | None = None) -> None:
+    def __init__(self, width: int, depth: int) -> None:
         if min(width, depth) < 1:
             raise ValueError(f"width and depth must be at least 1, got {width} and {depth}")
-        check_temperature(temperature)
-        self.width, self.depth, self.temperature = width, depth, temperature
+        self.width, self.depth = width, depth
         self.max_size = 1 + width * depth
 
     def grow(self, drafter: Proposer, state: DraftState, roots_B: Tensor, draws: Draws | None = None) -> TokenTree:
@@ -347,7 +345,7 @@ class BeamTree(Policy):
         for _ in range(depth):
             log_q_BOQ, origin_BF = queries.ask(Frontier(nodes_BF=nodes_BF, parents_BF=parents_BF, tokens_BF=tokens_BF),
                                                above_BF)
-            log_q_BOQ = log_q_BOQ.clamp(max=0) if draws is None else tempered(log_q_BOQ, self.temperature, draws)
+            log_q_BOQ = log_q_BOQ.clamp(max=0) if draws is None else tempered(log_q_BOQ, None, draws)
             inner.append(origin_BF + sum(part.shape[1] for part in log_q))
             log_q.append(log_q_BOQ)
             candidates += [] if queries.candidates_BOQ is None else [queries.candidates_BOQ]

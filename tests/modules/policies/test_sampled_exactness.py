@@ -23,7 +23,7 @@ POLICIES: dict[str, Policy] = {
     "dyspec": DySpecTree(4, 2, 3),
     "large dyspec": DySpecTree(9, 2, 3),
     "beam": BeamTree(3, 2),
-    "tempered beam": BeamTree(2, 2, temperature=0.5),
+    "narrow beam": BeamTree(2, 2),
     "chain": SampledTree(Topology.chain(2)),
     "stopped chain": SampledChain(2, FixedLength(2)),
     "unsure chain": SampledChain(2, MaxProbability(0.4)),

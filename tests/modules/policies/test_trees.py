@@ -289,7 +289,7 @@ def test_a_tree_deeper_than_the_family_is_refused_and_others_are_cut(tiny_target
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: Eagle2Tree(1), "nodes must be at least 2, got 1"),
     (lambda: DySpecTree(9, 0), "depth must be at least 1, got 0"),
-    (lambda: BeamTree(0), "width and depth must be at least 1, got 0 and 6"),
+    (lambda: BeamTree(0, 6), "width and depth must be at least 1, got 0 and 6"),
     (lambda: DySpecTree(temperature=0.0), "temperature must be above 0, got 0.0"),
     (lambda: SampledTree(Topology((-1, 0, 0), (0, 1, 0))), "children of node 0 must have the ranks 0, 1, …"),
     (lambda: SampledTree(Topology.chain(1), -1.0), "temperature must be above 0, got -1.0"),
