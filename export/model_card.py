@@ -30,6 +30,32 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
         adapter = ["**It changes the target.** The artifact holds a low-rank adapter of "
                    f"{len(config['adapter']['layers'])} of the target's layers; the sentence above is true of the "
                    "adapted", "target, a copy that loading makes of the original one.", ""]
+    any_target = ("Loading it for a target of another tokenizer or vocabulary is refused." if
+                  config["family"] == "draft_lm" and config["drafter"].get("taps") is None else
+                  "Loading it for any other target is refused.")
+    lines = [
+        f"# {config['family'].capitalize()} drafter for {target['name']}", "",
+        f"Drafts the next tokens of {target['name']}, which verifies several of them in one pass. Greedy output equals",
+        "the target's own, token by token; sampled output has the target's distribution.", "",
+        *adapter,
+        "| | |", "|---|---|",
+        f"| family | {config['family']} |",
+        f"| own weights | {parameters:,} parameters, {WEIGHTS} |",
+        f"| target | {target['name']}, vocabulary {target['vocab_size']:,}, width {target['hidden_size']} |",
+        f"| target weights | `{target['weights_hash']}`{rounded} |",
+        f"| tree | {len(config['tree']['parents'])} nodes, best first |",
+        *facts(provenance),
+        f"| written by | draftsmith {config['versions']['draftsmith']} |", "",
+        "In this folder:", "", "```python", "from pathlib import Path", "",
+        "from draftsmith.export import load_artifact", "from draftsmith.modules import TargetConfig, load_target", "",
+        f"target = load_target(TargetConfig(name={target['name']!r}{setting}))",
+        'artifact = load_artifact(Path("."), target)', "drafter, policy = artifact.drafting()", "```", "",
+        f"{any_target} `config.json` holds the recipe and the tree; no file is a pickle."]
+    return "\n".join(lines) + "\n"
+
+
+def facts(provenance: Mapping[str, Any]) -> list[str]:
+    """Rows of the card's table on how the draft was made and what it accepted."""
     rows: list[str] = []
     # An imported drafter has no measured acceptance, and a whole vocabulary no coverage.
     if acceptance := provenance.get("acceptance"):
@@ -61,25 +87,7 @@ def model_card(config: Mapping[str, Any], parameters: int) -> str:
         rows.append(f"| imported | format {found['format']}, folder {found['folder']}: {files} |")
     if "data_manifest" in provenance:
         rows.append(f"| training data | manifest `{provenance['data_manifest']}` |")
-    lines = [
-        f"# {config['family'].capitalize()} drafter for {target['name']}", "",
-        f"Drafts the next tokens of {target['name']}, which verifies several of them in one pass. Greedy output equals",
-        "the target's own, token by token; sampled output has the target's distribution.", "",
-        *adapter,
-        "| | |", "|---|---|",
-        f"| family | {config['family']} |",
-        f"| own weights | {parameters:,} parameters, {WEIGHTS} |",
-        f"| target | {target['name']}, vocabulary {target['vocab_size']:,}, width {target['hidden_size']} |",
-        f"| target weights | `{target['weights_hash']}`{rounded} |",
-        f"| tree | {len(config['tree']['parents'])} nodes, best first |",
-        *rows,
-        f"| written by | draftsmith {config['versions']['draftsmith']} |", "",
-        "In this folder:", "", "```python", "from pathlib import Path", "",
-        "from draftsmith.export import load_artifact", "from draftsmith.modules import TargetConfig, load_target", "",
-        f"target = load_target(TargetConfig(name={target['name']!r}{setting}))",
-        'artifact = load_artifact(Path("."), target)', "drafter, policy = artifact.drafting()", "```", "",
-        "Loading it for any other target is refused. `config.json` holds the recipe and the tree; no file is a pickle."]
-    return "\n".join(lines) + "\n"
+    return rows
 
 
 def hub_card(card: str, config: Mapping[str, Any], licence: str, evaluation: Path | None, base_model: str | None = None

@@ -47,7 +47,7 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 """The boxes of each room from the ground up; a file imports its own box and lower floors. A box is a folder, "" the
 room itself, "target.*" a folder with those inside it, or a single file of the room."""
-MOST_LINES, MOST_FUNCTIONS, LEAST_COMMENTS = 41_908, 2_525, 0.02
+MOST_LINES, MOST_FUNCTIONS, LEAST_COMMENTS = 41_901, 2_525, 0.02
 """Lines of source and functions in all rooms, and the share of comments."""
 MOST_FILES = 15  # Python files of a folder, `__init__` apart
 

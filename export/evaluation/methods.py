@@ -138,7 +138,7 @@ class EvaluateConfig(CheckedSettings):
         return self.temperatures if isinstance(self.temperatures, tuple) else (self.temperatures,)
 
     def columns(self, drafters: Iterable[Proposer]) -> set[str]:
-        """Those of COLUMNS that a policy's partner, a baseline, or one of the artifacts' drafters reads."""
+        """Names of the COLUMNS that a policy's partner, a baseline, or one of the artifacts' drafters reads."""
         partners = {parse_joined(name).partner for name in self.policy_names if name != FASTEST}
         named = {*self.baseline_names, *(PARTNERS[name] for name in partners if name)}
         return {column for column, readers in COLUMNS.items() if not named.isdisjoint(readers)} | {

@@ -17,7 +17,7 @@ from transformers.generation import logits_process as native
 from ..errors import UserError
 from ..interfaces.proposer import Proposer
 from ..policies.base import Policy
-from ..target.loading.generation_defaults import TokenBiases, refused_settings, sampling_defaults
+from ..target.loading.generation_defaults import GenerationDefaults, TokenBiases, refused_settings, sampling_defaults
 from ..target.model import Target
 from .constraints import Processor
 from .loop import Loop, Observer
@@ -124,21 +124,8 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
             raise UserError("a prompt has padding or a gap after its first token (attention_mask); put the padding on "
                             "the left (padding_side='left' of the tokenizer)")
         room = generation_config.max_length - input_ids.shape[1]
-        prompts = [tuple(row_L[mask_L.bool()].tolist()) for row_L, mask_L in zip(input_ids, mask_BL, strict=True)]
-        texts: list[tuple[int, ...]] = [tuple(target.tokenizer.encode(text, add_special_tokens=False))
-                                        for text in references] or [()]
-        texts = texts * len(prompts) if len(texts) == 1 else texts
-        requests = [Request(prompt, index, room, defaults.temperature, reference=text)
-                    for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True))]
-        own = list(given.get("logits_processor") or ())
-        if own or defaults.biases != defaults.biases.alone:
-            # A call's own processor stands in for transformers' of its kind, and those of texts see the padding of the
-            # batch: all of them are taken as they stand.
-            kept = [one for one in logits_processor if type(one) not in _WARPERS or any(one is mine for mine in own)]
-            requests = [replace(one, processors=tuple(_of_row(each, row_L[: len(row_L) - len(one.tokens)])
-                                                      for each in kept))
-                        for one, row_L in zip(requests, input_ids, strict=True)]
-            defaults = replace(defaults, biases=TokenBiases(), repetition_penalty=1.0)
+        requests, defaults = _requests(target, defaults, input_ids, mask_BL, room, references, logits_processor,
+                                       list(given.get("logits_processor") or ()))
         # From torch's own random numbers, so that torch.manual_seed decides as it does in `generate`.
         seed = int(torch.randint(2**63 - 1, ())) if defaults.temperature else 0
         settings = DecodeSettings.as_generate(
@@ -166,6 +153,27 @@ def drafted_generate(target: Target, drafting: Callable[..., tuple[Proposer, Pol
 
     sequences: Tensor = target.model.generate(inputs, streamer=streamer, custom_generate=answer, **given)
     return sequences
+
+
+def _requests(target: Target, defaults: GenerationDefaults, input_ids: Tensor, mask_BL: Tensor, room: int,
+              references: Sequence[str], prepared: Sequence[Processor], own: Sequence[Processor]
+              ) -> tuple[list[Request], GenerationDefaults]:
+    """(the requests of a call of `generate`, what is left of its defaults); `own` of the `prepared` processors are the
+    caller's."""
+    prompts = [tuple(row_L[mask_L.bool()].tolist()) for row_L, mask_L in zip(input_ids, mask_BL, strict=True)]
+    texts: list[tuple[int, ...]] = [tuple(target.tokenizer.encode(text, add_special_tokens=False))
+                                    for text in references] or [()]
+    texts = texts * len(prompts) if len(texts) == 1 else texts
+    requests = [Request(prompt, index, room, defaults.temperature, reference=text)
+                for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True))]
+    if not own and defaults.biases == defaults.biases.alone:
+        return requests, defaults
+    # A call's own processor stands in for transformers' of its kind, and those of texts see the padding of the batch:
+    # all of them are taken as they stand.
+    kept = [one for one in prepared if type(one) not in _WARPERS or any(one is mine for mine in own)]
+    requests = [replace(one, processors=tuple(_of_row(each, row_L[: len(row_L) - len(one.tokens)]) for each in kept))
+                for one, row_L in zip(requests, input_ids, strict=True)]
+    return requests, replace(defaults, biases=TokenBiases(), repetition_penalty=1.0)
 
 
 def _of_row(processor: Processor, padding_L: Tensor) -> Processor:

@@ -80,7 +80,7 @@ class CausalState(Text):
         self.most = WAITING  # Most tokens of a row that an observation may leave unread
         self.at_once = False  # Whether every pass of one shape may accept more, so that its observation reads them
         self.given: RowBuffer | None = None
-        """What the target's states add to the newest tokens' inputs, the root last; None where they add nothing."""
+        """Additions of the target's states to the newest tokens' inputs, the root last; None where they add nothing."""
 
     def give(self, values: RowBuffer) -> None:
         """Keep what the target's states add to the inputs of the `WAITING` + 1 newest tokens, [S, N, D]."""

@@ -279,7 +279,7 @@ class DraftLM(CausalDraft, Drafter[CausalState]):
         return projection(read.to(projection.weight.dtype)) * SCALE  # type: ignore[no-any-return]
 
     def _given_text(self, features: Features) -> Tensor:
-        """The same at training rows, [B, L, D]: none at the first token of a text, nor in the texts that go without."""
+        """Additions at training rows, [B, L, D]: none at the first token of a text, nor in texts that go without."""
         segments_BL = features.segments_BL
         first_BL = functional.pad(segments_BL[:, 1:] != segments_BL[:, :-1], (1, 0), value=True) | (segments_BL < 0)
         if self.training:

@@ -36,7 +36,7 @@ SECTIONS: dict[str, frozenset[str]] = {
 FOURTH: dict[str, tuple[Any, ...]] = {
     **FIXED, "num_hidden_layers": (1,), "attn_norm": (None, False), "use_rope": (None, True),
     "moe_architecture": (None, False), "norm_before_fc": (None, False), "norm_before_residual": (None, False)}
-"""What is fixed in EAGLE-4: one layer, whose attention rotates and has no norm of its own."""
+"""Fixed settings of EAGLE-4: one layer, whose attention rotates and has no norm of its own."""
 KEYS = frozenset({*SECTIONS, *FOURTH} | {
     "architectures", "attention_dropout", "bos_token_id", "draft_vocab_size", "dtype", "eos_token_id", "fc_norm",
     "head_dim", "hidden_size", "initializer_range", "intermediate_size", "is_causal", "layer_types",

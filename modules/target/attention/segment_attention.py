@@ -118,7 +118,7 @@ Sight = Tensor | Segments  # A mask [B, N, W], or the segments of training rows,
 
 
 def narrowed(visible: Sight, window: int | None) -> Sight:
-    """The same sight of the newest `window` keys alone, where each token sees adjacent keys; None for all of them."""
+    """Sight of the newest `window` keys alone, where each token sees adjacent keys; None for all of them."""
     if window is None:
         return visible
     if isinstance(visible, Segments):
